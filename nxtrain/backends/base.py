@@ -133,6 +133,7 @@ class Backend(RankGroup):
         extracts: Graphs are collected for compilation and not run; fetched values are meaningless.
         binding: Binding to a vendor's library.
         diagnostics: Measurements of the device.
+        float8: Products in float8, in words; empty: there are none.
         attention: Chosen implementation of attention; None: the device has one only, or none is chosen yet.
         compiler_options: Options of `torch.compile` for `compiler`; None: its defaults.
     """
@@ -146,6 +147,7 @@ class Backend(RankGroup):
     extracts: bool = False
     binding: Binding = Binding()
     diagnostics: Diagnostics = Diagnostics()
+    float8: str = ""
     attention: AttentionChoice | None = None
     compiler_options: dict[str, Any] | None = None
 
@@ -208,6 +210,20 @@ class Backend(RankGroup):
             BackendError: The wanted bits cannot be had.
         """
 
+    def choose_float8(self, recipe: str, params: str) -> None:
+        """Choose the products in float8; called once, before a model is built.
+
+        Args:
+            recipe: `precision.fp8`.
+            params: `precision.params`.
+
+        Raises:
+            ConfigError: The device has no such products.
+        """
+        if recipe != "none":
+            reason = f"{recipe}, but backend.name={self.name} has no products in float8"
+            raise ConfigError([Problem("precision.fp8", reason, hint="use none; cuda has them, and cpu emulates them")])
+
     def compile_kernels(self) -> None:
         """Let kernels make graphs of the work around a model's blocks; most devices gain nothing by that."""
 
@@ -222,9 +238,8 @@ class Backend(RankGroup):
 
     def notes(self) -> tuple[str, ...]:
         """Lines for people about this backend's choices for the run, each with its reason."""
-        if self.attention is None:
-            return ()
-        return (str(self.attention),)
+        attention = "" if self.attention is None else str(self.attention)
+        return tuple(filter(None, (attention, self.float8)))
 
     def close(self) -> None:
         """Leave the process group and free the device."""

@@ -9,6 +9,15 @@ Source: section "Compute Capabilities" of https://docs.nvidia.com/cuda/cuda-c-pr
 """
 
 
+FLOAT8 = {"tensorwise": (8, 9), "rowwise": (9, 0), "mxfp8": (10, 0)}
+"""First compute capability of each recipe of `precision.fp8`: Ada, Hopper and Blackwell."""
+
+
+def version(capability: tuple[int, int]) -> str:
+    """Text of a compute capability, such as 9.0."""
+    return ".".join(map(str, capability))
+
+
 def bf16_warning(name: str, capability: tuple[int, int]) -> str:
     """Warning about bf16 on a GPU without bf16 products; empty if the GPU has them.
 
@@ -18,8 +27,7 @@ def bf16_warning(name: str, capability: tuple[int, int]) -> str:
     """
     if capability >= AMPERE:
         return ""
-    found, needed = (".".join(map(str, version)) for version in (capability, AMPERE))
     return (
-        f"warning: {name} has compute capability {found}, and products in bf16 need {needed} (Ampere); here they are "
-        "emulated; use precision.params=fp16 or fp32, or a newer GPU"
+        f"warning: {name} has compute capability {version(capability)}, and products in bf16 need {version(AMPERE)} "
+        "(Ampere); here they are emulated; use precision.params=fp16 or fp32, or a newer GPU"
     )

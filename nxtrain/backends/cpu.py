@@ -94,6 +94,10 @@ class CpuBackend(C10dBackend):
             return super().notes()
         return (self._transport_note, *super().notes())
 
+    def choose_float8(self, recipe: str, params: str) -> None:
+        if recipe != "none":
+            self.float8 = f"float8: {recipe}, emulated by casts and float32 products, slower than without"
+
     def put(self, x: Tensor) -> Tensor:
         return x
 

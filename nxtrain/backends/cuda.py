@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from nxtrain.backends import flash_ranges, flex_attention, nccl_trace, sdpa_kernels
+from nxtrain.backends import flash_ranges, flex_attention, float8_products, nccl_trace, sdpa_kernels
 from nxtrain.backends.attention_choice import (
     CUDA_KERNELS,
     AttentionChoice,
@@ -31,13 +31,14 @@ from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.diagnostics import DeviceEvent
 from nxtrain.backends.flash_ranges import FlashRanges, TorchFlash
 from nxtrain.backends.flex_attention import Attend
+from nxtrain.backends.float8_products import tiled_exponents
 from nxtrain.backends.ranged_attention import whole_rows
 from nxtrain.backends.torch_attention import sdpa
 from nxtrain.backends.torch_kernels import FusedKernels, PlainKernels, cross_entropy, masked_cross_entropy, row_tiles
 from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK
 from nxtrain.common.distributed.heartbeats import Queued
-from nxtrain.common.errors import BackendError
-from nxtrain.common.kernels import ANY_ROWS, Function, Grouping, KeyRanges, RowGroups, Rows
+from nxtrain.common.errors import BackendError, ConfigError, Problem
+from nxtrain.common.kernels import ANY_ROWS, Float8Matrix, Function, Grouping, KeyRanges, RowGroups, Rows
 from nxtrain.common.machines import gpu_peaks
 from nxtrain.common.mesh import Axis
 from nxtrain.common.vocab import VocabColumns
@@ -155,6 +156,15 @@ class CudaKernels(FusedKernels):
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
         else:
             total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+    def float8_matmul(self, a: Float8Matrix, b: Float8Matrix, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+        if not a.values.is_cuda:
+            return super().float8_matmul(a, b, dtype, fast=fast)
+        scales = a.scales, b.scales.t()
+        if a.has_blocks:
+            scales = tiled_exponents(a.scales), tiled_exponents(b.scales)
+        fast = fast and not a.has_blocks
+        return torch._scaled_mm(a.values, b.values.t(), scales[0], scales[1], out_dtype=dtype, use_fast_accum=fast)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.causal == "plain":
@@ -374,6 +384,15 @@ class CudaBackend(AcceleratorBackend):
             self.kernels.causal = "plain"
             return AttentionChoice("blocked", f"{'; '.join(tried)}. {shape.blocks_cost(self.name)}")
         raise BackendError(f"backend.attention={choice.kind} cannot run on this GPU: {tried[0]}; use auto")
+
+    def choose_float8(self, recipe: str, params: str) -> None:
+        if recipe == "none":
+            return
+        why = float8_products.failure(recipe, self.kernels, self.host_kernels, self.device, DTYPES[params])
+        if why:
+            others = "tensorwise, which needs less, or " if recipe != "tensorwise" else ""
+            raise ConfigError([Problem("precision.fp8", f"{recipe} fails here: {why}", hint=f"use {others}none")])
+        self.float8 = f"float8: {recipe}, by torch._scaled_mm"
 
     def overlap_products(self, tp: Axis) -> None:
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group

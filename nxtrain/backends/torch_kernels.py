@@ -17,7 +17,7 @@ from nxtrain.backends.limits import LONGEST_SCORES
 from nxtrain.backends.ranged_attention import Blocks, RangedAttention, whole_rows
 from nxtrain.backends.rounding import round_by_pairs, round_one_by_one
 from nxtrain.backends.torch_attention import sdpa
-from nxtrain.common.kernels import AdamStep, Kernels, KeyRanges, RoundingKey, RowGroups, Rows
+from nxtrain.common.kernels import AdamStep, Float8Matrix, Kernels, KeyRanges, RoundingKey, RowGroups, Rows
 from nxtrain.common.vocab import VocabColumns
 
 
@@ -31,6 +31,17 @@ class PlainKernels(Kernels):
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         return a @ b
+
+    def float8_matmul(self, a: Float8Matrix, b: Float8Matrix, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+        left, right = a.values.float(), b.values.float()
+        if a.has_blocks:
+            blocks = a.scales.shape[1]
+            left = (left.unflatten(1, (blocks, -1)) * a.scales[..., None]).flatten(1)
+            right = (right.unflatten(1, (blocks, -1)) * b.scales[..., None]).flatten(1)
+        product: Tensor = left @ right.t()
+        if not a.has_blocks:
+            product = product * a.scales * b.scales.t()
+        return product.to(dtype)
 
     def grouped_matmul(self, rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
         assert groups.counts is not None, "the host multiplies group by group"

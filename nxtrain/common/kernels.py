@@ -162,6 +162,25 @@ class RowGroups:
         return RowGroups(heights.cumsum(0).int(), counts)
 
 
+@dataclass(frozen=True)
+class Float8Matrix:
+    """Matrix in float8, whose entries are multiples of scales.
+
+    Args:
+        values: (M, K) float8_e4m3fn or float8_e5m2, contiguous.
+        scales: float32, of the whole matrix (1, 1), of each row (M, 1), or of each 32 columns of a row (M, K / 32). The
+            last are powers of two.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+    @property
+    def has_blocks(self) -> bool:
+        """A row has several scales."""
+        return self.scales.shape[1] > 1
+
+
 class Kernels(ABC):
     """Operations with an implementation for each kind of device.
 
@@ -191,6 +210,16 @@ class Kernels(ABC):
     @abstractmethod
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         """Product a @ b inside of a backward pass, without a gradient: (..., K), (K, N) to (..., N)."""
+
+    @abstractmethod
+    def float8_matmul(self, a: Float8Matrix, b: Float8Matrix, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+        """Product a @ b.T, without a gradient: (M, K), (N, K) to (M, N); K and N are multiples of 16.
+
+        Args:
+            a, b: Matrices whose scales are of one kind.
+            dtype: Type of the product.
+            fast: The device may add up in fewer bits than float32 has.
+        """
 
     def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
         """Add the product a @ b to `total` in place, without a gradient: (M, N) float32, (M, K), (K, N)."""

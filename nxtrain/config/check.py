@@ -19,7 +19,7 @@ from nxtrain.common.mesh import Mesh, divisors, listed
 from nxtrain.config.batch_ramp import ramp_problems
 from nxtrain.config.bounds import MAX_PERIOD, MAX_RANKS, integer, quoted, row_shares
 from nxtrain.config.decode import decode
-from nxtrain.config.device import kernels_and_graphs, layers
+from nxtrain.config.device import float8, kernels_and_graphs, layers
 from nxtrain.config.duration import duration
 from nxtrain.config.experts import experts
 from nxtrain.config.finetune import finetune
@@ -130,6 +130,7 @@ def layout(config: RunConfig, world: int | None = None, *, has_weights: bool = T
     yield from _offload(config)
     yield from layers(config)
     yield from kernels_and_graphs(config)
+    yield from float8(config)
     yield from finetune(config, has_weights=has_weights)
     yield from muon_problems(config.optim, lr=config.optim.lr, method=config.finetune.method)
     yield from transport(config)

@@ -37,6 +37,31 @@ def kernels_and_graphs(config: RunConfig) -> Iterator[Problem]:
         yield Problem("compile.torch_compile", reason, hint="use true, or parallel.pp=1")
 
 
+def float8(config: RunConfig) -> Iterator[Problem]:
+    """Problems of products in float8."""
+    recipe, backend = config.precision.fp8, config.backend
+    if recipe == "none":
+        return
+    if backend.name not in ("auto", "cpu", ON_GPUS):
+        reason = f"{recipe} multiplies by kernels of GPUs, which backend.name={backend.name} lacks"
+        yield Problem("precision.fp8", reason, hint="use none; cuda has them, and cpu emulates them")
+    if config.precision.params == "fp16":
+        reason = f"{recipe} is for GPUs with bf16, and params=fp16 is for those without"
+        yield Problem("precision.fp8", reason, hint="use precision.params=bf16, or none")
+    elif config.precision.params == "fp32" and recipe != "tensorwise" and backend.name == ON_GPUS:
+        reason = f"{recipe}, but torch's kernel returns bf16, and params=fp32"
+        yield Problem("precision.fp8", reason, hint="use precision.params=bf16, or tensorwise")
+    if config.finetune.method == "qlora":
+        reason = f"{recipe} casts weights of linear layers, and finetune.method=qlora keeps these in NF4"
+        yield Problem("precision.fp8", reason, hint="use finetune.method=lora, or none")
+    if backend.layers == "nxd":
+        reason = f"{recipe} changes nxtrain's own layers, and backend.layers=nxd has others"
+        yield Problem("precision.fp8", reason, hint="use backend.layers=native, or none")
+    if config.parallel.async_tp:
+        reason = f"{recipe} has casts between a collective and its product, which async_tp cannot join"
+        yield Problem("parallel.async_tp", reason, hint="use false, or precision.fp8=none")
+
+
 def layers(config: RunConfig) -> Iterator[Problem]:
     """Problems of the layers of NeuronX Distributed."""
     if config.backend.layers != "nxd":

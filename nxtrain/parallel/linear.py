@@ -115,6 +115,7 @@ class SplitBackward(nn.Module):
     Attributes:
         weight: Parameter of the layer.
         postpone: Stores the product that computes the gradient; None: the backward pass computes it.
+        float8: Product in float8 of the input, as it enters the layer, with the weight; None: no product is in float8.
         restored: Product of an input that needs no gathering with a frozen weight of another form; None: `weight` is
             the weight.
         tp: Tensor parallel context of the layer.
@@ -125,6 +126,7 @@ class SplitBackward(nn.Module):
     tp: TensorParallel
     is_uniform: bool = True
     postpone: Postpone | None = None
+    float8: Callable[[Tensor, Tensor, Postpone | None], Tensor] | None = None
     restored: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
@@ -157,7 +159,9 @@ class ColumnLinear(SplitBackward):
         """(S/tp, B, I) to (S, B, O/tp), the segments one after the other, `split_sizes` wide."""
         tp = self.tp
         out: Tensor
-        if self.postpone is not None:
+        if self.float8 is not None:
+            out = self.float8(x, self.weight, self.postpone)
+        elif self.postpone is not None:
             out = _SplitProduct.apply(x, self.weight.detach(), tp, True, self.postpone)
         elif self.restored is not None:
             out = self.restored(tp.enter(x), self.weight)
@@ -202,7 +206,9 @@ class RowLinear(SplitBackward):
         """(S, B, I/tp) to (S/tp, B, O)."""
         tp = self.tp
         out: Tensor
-        if self.postpone is not None:
+        if self.float8 is not None:
+            out = self.float8(x, self.weight, self.postpone)
+        elif self.postpone is not None:
             out = _SplitProduct.apply(x, self.weight.detach(), tp, False, self.postpone)
         elif self.restored is not None:
             out = self.restored(x, self.weight)

@@ -258,6 +258,7 @@ def num_chunks(job: Job) -> int:
     """Chunks of the sequence in which recomputed feed-forwards are computed, as `nn/mlp.py` decides."""
     config = job.config
     is_whole = config.train.remat == "none" or job.postpones or config.compile.torch_compile or job.has_nxd_layers
+    is_whole = is_whole or config.precision.fp8 != "none"
     if is_whole or (config.finetune.dropout and _adapted(job, (*MLP_IN, *MLP_OUT))):
         return 1
     return -(-job.local_len // LONG_SEQUENCE)

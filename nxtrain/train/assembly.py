@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import cast
 
+from torch import nn
+
 from nxtrain.backends.diagnostics import DeviceEvent
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import Mirrored, open_mirrored
@@ -20,6 +22,7 @@ from nxtrain.metrics.sinks import open_sinks
 from nxtrain.metrics.start_log import StepFile
 from nxtrain.metrics.work_meter import EventTimeline, HostTimeline, WorkMeter, WorkTimeline
 from nxtrain.optim.schedule import Schedule
+from nxtrain.parallel.float8 import layers_in_float8
 from nxtrain.train.checkpoints import Checkpoints, RunIdentity
 from nxtrain.train.compatibility import RunInputs, refuse_other_commits
 from nxtrain.train.context import RunContext
@@ -66,7 +69,7 @@ def assemble(context: RunContext, memory: RankMemory) -> Run:
     sizes = config.train.batch_sizes(begun.step, begun.tokens)
     rollbacks.resume(begun.step, sizes)
     context.enter(begun.step, "start")
-    _announce_start(context, data, begun)
+    _announce_start(context, data, begun, state.model)
     prepare_folder(context, state)
 
     guard = NumericsGuard(config, state, attempt=context.placement.restarts, rollbacks=rollbacks)
@@ -156,7 +159,7 @@ def _with_steps(context: RunContext, data: Data) -> RunContext:
     return replace(context, plan=replace(context.plan, config=config))
 
 
-def _announce_start(context: RunContext, data: Data, meta: Meta) -> None:
+def _announce_start(context: RunContext, data: Data, meta: Meta, model: nn.Module) -> None:
     """Print the model, the data, and the step after which the run continues."""
     config, family = context.config, context.plan.family
     beginning = "starts from scratch"
@@ -168,6 +171,12 @@ def _announce_start(context: RunContext, data: Data, meta: Meta) -> None:
         f"model {family.name}, {context.plan.dimensions.num_params:,} parameters; "
         f"data {data.source.describe()} of {config.train.seq_len} tokens; {beginning}"
     )
+    if config.precision.fp8 != "none":
+        number, others = layers_in_float8(model)
+        line = f"float8: {number} linear layers of this rank's blocks; all other products in {config.precision.params}"
+        if others:
+            line += f", those of layers with sizes that do not fit among them: {', '.join(others)}"
+        context.print_line(line)
 
 
 def _goodput_meter(context: RunContext) -> GoodputMeter | None:

@@ -40,6 +40,7 @@ from nxtrain.optim.muon import Muon
 from nxtrain.parallel.context_parallel import ContextParallel
 from nxtrain.parallel.data_parallel import Bucketed, DataParallel, Reduction, Replicated, Zero1
 from nxtrain.parallel.expert_parallel import ExpertParallel
+from nxtrain.parallel.float8 import use_float8
 from nxtrain.parallel.fully_sharded import FullySharded, Prefetch, Sharding
 from nxtrain.parallel.grads import Gradients
 from nxtrain.parallel.graph_sharding import GatheredInGraph, GraphSharding
@@ -124,7 +125,6 @@ def build_model(plan: Resolved, backend: Backend, mesh: Mesh, *, init: Literal["
         fill = drawn
     if init == "hf":
         given = weights = HfWeights(whole_folder(plan.config.model.hf), table, mesh.tp, whole_shapes(plan, backend))
-
         adapters, finetune = drawn, plan.config.finetune
         if finetune.adapter:  # another run's
             wanted, base = _adapter_shapes(plan, backend), whole_folder(plan.config.model.hf)
@@ -230,6 +230,7 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
         if dropout is not None:
             dropout.attach(model, [len(part.blocks) for part in parts_of(plan, mesh)])
             recompute = dropout.recomputing(recompute)
+    use_float8(model, run.precision.fp8)
     recompute_parts(model, run.train.remat, run.train.seq_len, recompute)
     if "activations" in run.parallel.offload:
         offload_activations(model)

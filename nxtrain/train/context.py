@@ -66,13 +66,14 @@ class RunContext:
             watchdog: Watchdog of this rank; None: there is none.
 
         Raises:
-            ConfigError: The degrees do not fit the world.
+            ConfigError: The degrees do not fit the world, or the device lacks the configured products.
             BackendError: The configured attention cannot run on the device.
         """
         mesh, config = mesh_of(plan, backend), plan.config
         placement = placement or Placement.read()
         backend.choose_attention(config.backend.attention, AttentionShape.of(config, plan.dimensions))
         backend.choose_rounding(config.precision.update, config.backend.rounding)
+        backend.choose_float8(config.precision.fp8, config.precision.params)
         if watchdog is not None:
             stages = [mesh.pp.group_of(rank).index(rank) for rank in range(mesh.world)]
             watchdog.lay_out(lambda rank: mesh.words(rank) + placement.on_nodes([rank]), stages)

@@ -29,6 +29,7 @@ from nxtrain.nn.quantized import _RestoredProduct
 from nxtrain.parallel.chunks import _InChunks, _Saved, in_chunks
 from nxtrain.parallel.context_parallel import _Gather, _Ring
 from nxtrain.parallel.expert_products import BlockProducts, ExpertProducts, GroupedProduct
+from nxtrain.parallel.float8 import _Float8Product
 from nxtrain.parallel.graph_sharding import _GatherUnit
 from nxtrain.parallel.linear import Product, _Biased, _ColumnProduct, _SplitProduct
 from nxtrain.parallel.loss import _chunk_of, _TokenCrossEntropy, _VocabCrossEntropy
@@ -66,6 +67,7 @@ from tests.support.contract_kernels import (
 )
 from tests.support.contract_ranges import LENGTHS, gathered_context, ranged, ring_context
 from tests.support.contract_regions import gather_sequence, gather_unit, reduce_gradient, reduce_sum, scatter_sequence
+from tests.support.float8 import float8_product
 
 
 class Echo(Collectives):
@@ -415,6 +417,7 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     _RestoredProduct: restored_product,
     _ColumnProduct: column_product,
     _SplitProduct: split_product,
+    _Float8Product: float8_product,
     _Saved: chunks,
     _InChunks: chunks,
     _Gradient: gradient,

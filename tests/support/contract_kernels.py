@@ -26,6 +26,7 @@ from tests.support.contract import (
 )
 from tests.support.contract_experts import grouped_gradient, grouped_matmul
 from tests.support.contract_ranges import LENGTHS, Values, attend, attend_backward, drawn_starts
+from tests.support.float8 import float8_matmul
 
 LARGEST_ROUNDED = 3e38
 EPS = 1e-5
@@ -390,6 +391,7 @@ CASES: dict[str, Callable[[Kernels, Random], Work | Update]] = {
     "linear": linear,
     "matmul": matmul,
     "add_product": add_product,
+    "float8_matmul": float8_matmul,
     "grouped_matmul": grouped_matmul,
     "grouped_gradient": grouped_gradient,
     "document_attention": document_attention,

@@ -8,19 +8,21 @@ import inspect
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.tools.eval.command import Options, evaluate
+from tests.support.float8 import RECIPES
 from tests.support.models import BASE
 from tests.support.ranks import RankPool
 from tests.support.runs import SEQ_LEN, course, run_plan, train_rank
 
 
-def test_a_rule_without_exceptions_is_learnt_to_the_end(tmp_path: Path) -> None:
-    """Each id decides the next, all are equally common: log(128) = 4.85 nats without context, 0 with it."""
+def losses_of_a_rule(tmp_path: Path, name: str, **how: Any) -> list[float]:
+    """Losses of a run on rows in which each id decides the next, and all are equally common."""
     generator = np.random.default_rng(0)
     follower = generator.permutation(BASE["vocab_size"])
     rows = [generator.integers(0, BASE["vocab_size"], 256)]
@@ -29,10 +31,26 @@ def test_a_rule_without_exceptions_is_learnt_to_the_end(tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", np.stack(rows, axis=1))
     data = {"source": "tokens", "path": str(tmp_path / "rows.npy")}
     train = {"global_batch": 32, "micro_batch": 32}
-    train_rank(CpuBackend(), run_plan(tmp_path / "run", data, steps=80, train=train, optim={"warmup_steps": 5}))
-    losses = [record["loss"] for record in course(tmp_path / "run")]
+    run = tmp_path / name
+    train_rank(CpuBackend(), run_plan(run, data, train=train, optim={"warmup_steps": 5}, **how))
+    return [record["loss"] for record in course(run)]
+
+
+def test_a_rule_without_exceptions_is_learnt_to_the_end(tmp_path: Path) -> None:
+    """The loss of log(128) = 4.85 nats without context is 0 with it."""
+    losses = losses_of_a_rule(tmp_path, "run", steps=80)
     assert losses[0] == pytest.approx(math.log(BASE["vocab_size"]), abs=0.3)
     assert losses[-1] < 0.2
+
+
+def test_float8_learns_as_bfloat16_does(tmp_path: Path) -> None:
+    types = {"params": "bf16", "update": "fp32_master"}
+    plain = losses_of_a_rule(tmp_path, "bf16", steps=20, precision=types)
+    assert plain[-1] < 0.5
+    for recipe in RECIPES:
+        losses = losses_of_a_rule(tmp_path, recipe, steps=20, precision={**types, "fp8": recipe})
+        assert losses == pytest.approx(plain, rel=0.08), recipe
+        assert losses != plain, recipe
 
 
 def test_held_out_text_is_predicted_better_than_by_the_frequency_of_its_tokens(ranks: RankPool, tmp_path: Path) -> None:

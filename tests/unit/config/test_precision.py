@@ -105,3 +105,31 @@ def test_a_loss_scale_needs_fp16(tmp_path: Path, key: str) -> None:
 def test_nxds_layers_have_no_loss_scale(tmp_path: Path) -> None:
     (problem,) = problems(tmp_path, *FP16, "backend.layers=nxd", "backend.name=cpu")
     assert problem.key == "precision.params"
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+@pytest.mark.parametrize(
+    ("overrides", "key", "reason"),
+    [
+        (["backend.name=xla"], "precision.fp8", "kernels of GPUs, which backend.name=xla lacks"),
+        (["backend.name=neuron"], "precision.fp8", "kernels of GPUs, which backend.name=neuron lacks"),
+        (["precision.params=fp16", "precision.update=fp32_master"], "precision.fp8", "is for GPUs with bf16"),
+        (["backend.layers=nxd"], "precision.fp8", "backend.layers=nxd has others"),
+        (["finetune.method=qlora", "model.init=hf"], "precision.fp8", "keeps these in NF4"),
+        (["parallel.async_tp=true"], "parallel.async_tp", "casts between a collective and its product"),
+    ],
+)
+def test_float8_has_layers_and_devices_of_its_own(
+    tmp_path: Path, recipe: str, overrides: list[str], key: str, reason: str
+) -> None:
+    found = problems(tmp_path, f"precision.fp8={recipe}", *overrides)
+    assert any((each.key, bool(each.hint)) == (key, True) and reason in each.reason for each in found)
+
+
+def test_kernels_of_rows_and_blocks_return_bf16(tmp_path: Path) -> None:
+    on_gpu = ("backend.name=cuda", "precision.params=fp32")
+    for recipe in ("rowwise", "mxfp8"):
+        (found,) = problems(tmp_path, f"precision.fp8={recipe}", *on_gpu)
+        assert (found.key, found.hint) == ("precision.fp8", "use precision.params=bf16, or tensorwise")
+    for fine in (["precision.fp8=tensorwise", *on_gpu], ["precision.fp8=rowwise", "backend.name=cpu"]):
+        resolve_config(load(file(tmp_path), fine), 1)

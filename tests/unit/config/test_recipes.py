@@ -133,6 +133,7 @@ def test_a_changed_default_cannot_change_a_recipe(name: str) -> None:
     whole = ("precision.", "optim.", "checkpoint.")
     keys = [key for key in values(loaded.config) if key in RECIPES[name] or key.startswith(whole)]
     idle = {"precision.type", "precision.loss_scale", "precision.loss_scale_every"}  # each key is set; none has fp16
+    idle.add("precision.fp8")
     idle |= {f"optim.{key}" for key in MuonConfig.model_fields}  # the optimizer is AdamW
     of_others = ("warmup_ratio", "decay_ratio", "decay_shape", "pieces", "rewarm_steps")
     idle |= {f"optim.{key}" for key in of_others}  # a cosine has its lengths in steps
