@@ -42,6 +42,7 @@ class Machine:
         physical_cores: Physical cores of each logical NeuronCore.
         device_bytes: Device memory of one rank.
         device_flops: Dense bfloat16 operations per second of one rank.
+        float8_flops: Dense float8 operations per second of one rank; 0: unknown.
         memory_bytes_s: Bandwidth of the device memory of one rank.
         link_bytes_s: Bandwidth of one rank to the others of its machine, one direction; 0: the machine has one device.
         network_bytes_s: Bandwidth of the machine's network for collectives; 0: machines cannot train together.
@@ -59,6 +60,7 @@ class Machine:
     physical_cores: int = 1
     device_bytes: int = 0
     device_flops: float = 0.0
+    float8_flops: float = 0.0
     memory_bytes_s: float = 0.0
     link_bytes_s: float = 0.0
     network_bytes_s: float = 0.0

@@ -234,8 +234,7 @@ class PrecisionConfig(Section):
     state: Literal["fp32", "bf16"] = "fp32"
     """Running means of the gradient and of its square; bf16 is rounded to nearest, under bf16_stochastic at random."""
     fp8: Literal["none", "tensorwise", "rowwise", "mxfp8"] = "none"
-    """Products of the blocks' linear layers in float8, on cuda, and emulated on cpu: a scale for each matrix, row or 32
-    entries of a row."""
+    """Products of the blocks' linear layers in float8, with scales of matrices, rows or 32 entries; cuda, or cpu."""
     loss_scale: PositiveFloat = 65536.0
     """With params=fp16, first factor of the mean loss of a micro-batch; halved when a gradient overflows."""
     loss_scale_every: PositiveInt = 2000

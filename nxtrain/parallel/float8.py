@@ -164,7 +164,7 @@ class Float8Linear:
         else:
             scaled = matrix * scales
         # A cast of a larger number is no number before torch 2.12.
-        values = scaled.clamp(-most, most).to(dtype).contiguous()
+        values = scaled.clamp_(-most, most).to(dtype).contiguous()
         return Float8Matrix(values, scales.double().reciprocal().float())
 
 

@@ -13,6 +13,7 @@ from nxtrain.common.sharding import ShardSpec
 from nxtrain.plan.adapters import AdaptedLayer, adapted_layers
 from nxtrain.plan.context import backward_context_bytes, forward_context_bytes, kept_numbers
 from nxtrain.plan.experts import expert_forward_bytes, expert_tensors, expert_work_bytes
+from nxtrain.plan.float8 import product_bytes
 from nxtrain.plan.job import SIZES, Job, once_per_job
 from nxtrain.plan.shapes import sum_entries
 
@@ -229,7 +230,7 @@ def working_bytes(job: Job) -> int:
     the product and of both parts. The product itself is free by then. Backward recomputes one part at a time.
     """
     remat = job.config.train.remat
-    mlp, attention = _mlp_work_bytes(job), attention_work_bytes(job)
+    mlp, attention = max(_mlp_work_bytes(job), product_bytes(job)), attention_work_bytes(job)
     mlp_kept = _total(_mlp_tensors(job))
     if remat == "selective":
         attention += _total(_attention_tensors(job, recomputed=False))

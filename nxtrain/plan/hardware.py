@@ -80,6 +80,7 @@ _CELLS = {
     "devices": _Cell(1, MAX_RANKS, is_whole=True),
     "device_bytes": _Cell(1, 1e200, ": bytes of one device", is_whole=True),
     "device_flops": _Cell(1e-6, 1e200, ": dense bf16 operations per second of one device"),
+    "float8_flops": _Cell(1e-6, 1e200, ": dense float8 operations per second of one device"),
     "memory_bytes_s": _Cell(1e-6, 1e200, ": bytes per second of one device's memory"),
     "link_bytes_s": _Cell(
         1e-6, 1e200, ": bytes per second of one device to the others of the machine", may_be_zero=True
@@ -91,6 +92,7 @@ _CELLS = {
     "host_threads": _Cell(1, 1e200, is_whole=True),
     "price_usd_h": _Cell(0, 10**9),
 }
+_OPTIONAL = ("float8_flops", "price_usd_h")
 _KEYS = ("kind", *_CELLS, "price_note")
 
 
@@ -129,7 +131,7 @@ def _problems(name: str, table: Mapping[str, Any], path: str) -> Iterator[Proble
         yield Problem(f"{name}.kind", f"{kind!r} is no chip with constants", path, nearest(str(kind), KINDS))
     for key, cell in _CELLS.items():
         if key not in table:
-            if key != "price_usd_h":
+            if key not in _OPTIONAL:
                 yield Problem(f"{name}.{key}", "missing, and has no default", path, f"add {cell.wanted(key)}")
         elif not cell.fits(table[key]):
             reason = f"{shortened(repr(table[key]))} is no number that a machine can have"

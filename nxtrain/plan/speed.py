@@ -190,8 +190,17 @@ def step_time(job: Job, *, hides_tp: bool = True, fused_context: bool = False) -
             *update_traffic,
         ),
         mfu=flops / (step_s * job.world * job.machine.device_flops),
-        basis=speed.basis,
+        basis=speed.basis + _float8_basis(job),
     )
+
+
+def _float8_basis(job: Job) -> str:
+    """Origin of the time of products in float8; empty without them."""
+    if job.config.precision.fp8 == "none":
+        return ""
+    if job.machine.float8_flops:
+        return "; float8 at the same share of its own peak, which was compared with no run"
+    return f"; float8 at the speed of bf16, since no peak of {job.machine.name} in float8 is known"
 
 
 @dataclass(frozen=True)
@@ -200,11 +209,13 @@ class Rates:
 
     Args:
         products, attention: Operations per second.
+        float8: Operations per second of products in float8.
         moved: Bytes per second between products.
     """
 
     products: float
     attention: float
+    float8: float
     moved: float
 
     @staticmethod
@@ -213,11 +224,13 @@ class Rates:
         peak = job.config.parallel.tp * job.machine.device_flops
         compiled = job.is_trainium or job.config.compile.torch_compile
         moved = job.machine.memory_bytes_s * MEMORY_SHARE / (COMPILED_PASSES if compiled else EAGER_PASSES)
-        return Rates(peak * speed.products, peak * speed.attention, moved)
+        float8 = job.config.parallel.tp * (job.machine.float8_flops or job.machine.device_flops)
+        return Rates(peak * speed.products, peak * speed.attention, float8 * speed.products, moved)
 
     def seconds(self, work: Work) -> float:
         """Seconds of a pass."""
-        return work.products / self.products + work.attention / self.attention + work.moved / self.moved
+        products_s = (work.products - work.float8) / self.products + work.float8 / self.float8
+        return products_s + work.attention / self.attention + work.moved / self.moved
 
 
 def _parts(job: Job, links: Links, rates: Rates, code: Code) -> list[PartTime]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from nxtrain.backends.limits import XLA_LOOPS
 from nxtrain.plan.adapters import NF4_BYTES, adapter_entries, matrix_entries, stage_adapters
 from nxtrain.plan.context import moved_scores, work_share
+from nxtrain.plan.float8 import casts, float8_params
 from nxtrain.plan.job import SIZES, Job
 
 
@@ -23,11 +24,13 @@ class Work(NamedTuple):
         products: Operations of matrix products, over all tensor parallel ranks.
         attention: Operations of attention, over all tensor parallel ranks.
         moved: Bytes that a rank reads and writes between products, each operand and each result once.
+        float8: Operations of `products` in float8.
     """
 
     products: float
     attention: float
     moved: float
+    float8: float = 0.0
 
 
 def passes(job: Job, blocks: range, *, has_head: bool, fused_context: bool = False) -> tuple[Work, Work]:
@@ -49,16 +52,21 @@ def passes(job: Job, blocks: range, *, has_head: bool, fused_context: bool = Fal
         head = 2 * job.dimensions.vocab_size * job.dimensions.hidden_size
         # The loss moves logits in the type of the model and in float32, and their gradient.
         logits = job.micro_tokens * job.vocab_rows * (3 * job.params_size + 3 * SIZES["fp32"])
-    forward = Work(tokens * (matrices + head + adapters), tokens * attention, moved + logits)
+    cast, narrow = casts(job), num_blocks * 2 * float8_params(job)
+    moved_forward = moved + logits + num_blocks * cast.forward
+    forward = Work(tokens * (matrices + head + adapters), tokens * attention, moved_forward, tokens * narrow)
     backward = matrices + head + 2 * adapters
     if job.adapters is None:
         backward += matrices + head
     attentions = 2 if remat == "none" else 3
-    moves = 2
+    moved_backward, narrow_backward = 2 * moved + num_blocks * cast.backward, narrow
+    if job.adapters is None:
+        narrow_backward += narrow
     if remat == "full":
         backward += matrices + adapters
-        moves = 3
-    return forward, Work(tokens * backward, tokens * attentions * attention, moves * moved)
+        moved_backward += moved + num_blocks * cast.forward
+        narrow_backward += narrow
+    return forward, Work(tokens * backward, tokens * attentions * attention, moved_backward, tokens * narrow_backward)
 
 
 def _moved_bytes(job: Job) -> int:

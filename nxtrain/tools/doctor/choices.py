@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from nxtrain.backends.capability import bf16_warning
+from nxtrain.backends.capability import FLOAT8, bf16_warning, version
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.machines import GPU, NEURON, Machine
 from nxtrain.config.schema import ON_GPUS, RunConfig
@@ -32,12 +32,27 @@ def check_choices(host: Host, config: RunConfig, machine: Machine | None) -> Ite
         else:
             backend = "cpu"
     yield from _attention(config, backend)
+    recipe = config.precision.fp8
+    if backend == ON_GPUS and recipe != "none":
+        yield from _float8(recipe, gpus)
     if backend == ON_GPUS and config.precision.params == "bf16":
         for name, capability in gpus.items():
             warning = bf16_warning(name, capability)
             if warning:
                 yield fine("bf16", warning)
                 break
+
+
+def _float8(recipe: str, gpus: Mapping[str, tuple[int, int]]) -> Iterator[Finding]:
+    """Findings on GPUs that are too old for products in float8; the start of a run tries the others."""
+    needed = FLOAT8[recipe]
+    old = [f"{name} has {version(capability)}" for name, capability in gpus.items() if capability < needed]
+    if old:
+        what = f"precision.fp8={recipe} needs compute capability {version(needed)}; {', '.join(old)}"
+        fits = [other for other, least in FLOAT8.items() if all(each >= least for each in gpus.values())]
+        yield fault("float8", what, "no rank can start", f"use precision.fp8={' or '.join([*fits, 'none'])}")
+    elif gpus:
+        yield fine("float8", f"{recipe}: every GPU has compute capability {version(needed)} or more")
 
 
 def _attention(config: RunConfig, backend: str) -> Iterator[Finding]:

@@ -412,6 +412,8 @@ cudaError_t cudaDeviceGetPCIBusId(char *text, int length, int device) {
 
 // Functions of the driver that the runtime hands out.
 
+int cuTensorMapEncodeTiled(void) { return 0; }
+
 cudaError_t cudaGetDriverEntryPoint(const char *name, void **function, unsigned long long flags,
                                     enum cudaDriverEntryPointQueryResult *found) {
     *function = dlsym(RTLD_DEFAULT, name);

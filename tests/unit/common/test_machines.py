@@ -124,6 +124,10 @@ PUBLISHED = {
 }
 
 
+FLOAT8 = {"hopper": 3958e12 / 2, "l40s": 733e12}
+"""Dense float8 operations of a GPU by its data sheet, half of those of sparse matrices."""
+
+
 def differing(machine: Machine, published: Published) -> list[str]:
     """Fields of a machine that are not the published figures."""
     ranks = published.ranks
@@ -135,6 +139,7 @@ def differing(machine: Machine, published: Published) -> list[str]:
         "physical_cores": published.physical_cores,
         "device_bytes": published.memory_bytes / ranks,
         "device_flops": published.teraflops * 1e12 / ranks,
+        "float8_flops": FLOAT8.get(published.kind, 0.0),
         "memory_bytes_s": published.memory_gb_s * GB / ranks,
         "link_bytes_s": published.link_gb_s * GB,
         "network_bytes_s": published.network_gbit_s * 1e9 / 8,

@@ -330,3 +330,21 @@ def test_a_driver_that_shows_no_compute_capability_is_no_fault(tmp_path: Path) -
     bf16 = ["backend.name=cuda", "precision.params=bf16", "precision.update=fp32_master"]
     result = check(machine, *bf16, config="configs/tiny_cpu.toml")
     assert not [finding for finding in result if finding.name == "bf16"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "recipe", "fix"),
+    [
+        ("NVIDIA A100-SXM4-40GB, 8.0", "tensorwise", "use precision.fp8=none"),
+        ("NVIDIA L40S, 8.9", "rowwise", "use precision.fp8=tensorwise or none"),
+        ("NVIDIA H100 80GB HBM3, 9.0", "rowwise", ""),
+        ("NVIDIA H100 80GB HBM3, 9.0", "mxfp8", "use precision.fp8=tensorwise or rowwise or none"),
+        ("NVIDIA B200, 10.0", "mxfp8", ""),
+    ],
+)
+def test_a_gpu_too_old_for_a_recipe_of_float8_is_a_fault(gpu: str, recipe: str, fix: str, tmp_path: Path) -> None:
+    machine = sick_machine.gpus(tmp_path / "gpus", capabilities=gpu)
+    types = [f"precision.{value}" for value in ("params=bf16", "update=fp32_master", f"fp8={recipe}")]
+    result = check(machine, "backend.name=cuda", *types, "run.dir=r", config="configs/tiny_cpu.toml")
+    (finding,) = (each for each in result if each.name == "float8")
+    assert (finding.ok, finding.fix) == (not fix, fix)
