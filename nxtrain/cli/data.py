@@ -130,6 +130,10 @@ def prepare(
         bool,
         typer.Option("--pairs", help="Rows are pairs: prompt, chosen, rejected; strings, or with --chat turns."),
     ] = False,
+    labels: Annotated[
+        bool,
+        typer.Option("--labels", help="Rows are answers: prompt, completion, label; strings, or with --chat turns."),
+    ] = False,
     lines: Lines = False,
     only: Only = "",
     mixed: Mixed = False,
@@ -161,10 +165,11 @@ def prepare(
 
     if not field:
         field = "text"
-        if chat and not pairs:
+        if chat and not (pairs or labels):
             field = "messages"
+    kinds = {"pairs": pairs, "labels": labels}
     request = PreparationRequest(
-        src, out, field, lines, only, tokenizer, shard_bytes or 0, on_bad, restart, prompt, chat, mixed, pairs=pairs
+        src, out, field, lines, only, tokenizer, shard_bytes or 0, on_bad, restart, prompt, chat, mixed, **kinds
     )
     with noted() as signals, ConsoleWatcher(signals) as watcher:
         outcome = prepare_corpus(request, watcher)

@@ -20,6 +20,9 @@ PROMPT_BIT = 1 << 30
 END_BIT = 1 << 29
 """Mark on an id in a row of data: the token is the last of its document."""
 
+DESIRABLE_BIT = 1 << 31
+"""Mark on the last id of an answer in a row of data: the answer is labelled as desirable."""
+
 ID_MASK = END_BIT - 1
 """Bits of a marked id without its marks."""
 

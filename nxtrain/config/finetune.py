@@ -47,18 +47,21 @@ def finetune(config: RunConfig, *, has_weights: bool = True) -> Iterator[Problem
 
 
 def _preferences(config: RunConfig, *, has_weights: bool) -> Iterator[Problem]:
-    """Problems of an objective on pairs; arguments as for `finetune`."""
+    """Problems of an objective on answers; arguments as for `finetune`."""
     tuning, data, key = config.finetune, config.data, "finetune.objective"
     name = tuning.objective
     if data.source != "arrow" or data.mixture:
-        reason = f"{name} compares the pairs of one prepared corpus, but "
+        what, option = "compares the pairs", "--pairs"
+        if name == "kto":
+            what, option = "takes the labelled answers", "--labels"
+        reason = f"{name} {what} of one prepared corpus, but "
         reason += "data.mixture has several" if data.mixture else f"data.source={data.source}"
-        yield Problem(key, reason, hint="set data.source=arrow and data.path, from nxtrain data prepare --pairs")
+        yield Problem(key, reason, hint=f"set data.source=arrow and data.path, from nxtrain data prepare {option}")
     if data.packing != "best_fit" or not data.doc_mask:
         reason = f"{name} needs whole answers that do not see each other in a row"
         yield Problem(key, reason, hint="set data.packing=best_fit and data.doc_mask=true")
-    if name == "dpo" and has_weights and config.model.init != "hf":
-        reason = f"dpo compares with the weights from which the run begins, but model.init={config.model.init}"
+    if name in {"dpo", "kto"} and has_weights and config.model.init != "hf":
+        reason = f"{name} compares with the weights from which the run begins, but model.init={config.model.init}"
         yield Problem(key, reason, hint="set model.hf=FOLDER and model.init=hf")
     if config.train.z_loss:
         reason = f"{name} has no cross entropy of tokens to which train.z_loss={config.train.z_loss} adds"

@@ -28,17 +28,21 @@ class FinetuneConfig(Section):
     """Divide alpha by the square root of r instead."""
     adapter: LocalText = ""
     """Folder of an adapter in PEFT's format with which the run begins; empty: a new one, which changes nothing yet."""
-    objective: Literal["sft", "dpo", "orpo"] = "sft"
-    """Likelihood of the tokens (sft), or preference between the two answers of each pair: dpo beside a reference, orpo
-    without one."""
+    objective: Literal["sft", "dpo", "orpo", "kto"] = "sft"
+    """Likelihood of the tokens (sft), preference between the two answers of each pair, dpo beside a reference and orpo
+    without one, or value of answers that are labelled as desirable or not, beside a reference (kto)."""
     beta: PositiveFloat = 0.1
-    """With objective=dpo, factor of the log-ratio of probabilities; larger stays nearer to the reference."""
+    """With objective=dpo or kto, factor of the log-ratio of probabilities; larger stays nearer to the reference."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """With objective=dpo, share of the pairs whose answers are assumed to be swapped."""
     orpo_lambda: PositiveFloat = 0.1
     """With objective=orpo, weight of the odds ratio beside the likelihood of the chosen answer."""
+    desirable_weight: PositiveFloat = 1.0
+    """With objective=kto, factor of the losses of desirable answers."""
+    undesirable_weight: PositiveFloat = 1.0
+    """With objective=kto, factor of the losses of undesirable answers."""
     pairs_per_row: Size = 8
-    """Most pairs that share a row of dpo and orpo; a graph is made for this number."""
+    """Most pairs that share a row of dpo and orpo, and half of the most answers of kto; a graph is made for it."""
 
     @property
     def adapts(self) -> bool:
@@ -47,10 +51,10 @@ class FinetuneConfig(Section):
 
     @property
     def compares(self) -> bool:
-        """True if the objective is on pairs of answers."""
+        """True if the objective is on whole answers."""
         return self.objective != "sft"
 
     @property
     def stores_reference(self) -> bool:
         """True if the reference is computed before training: where it is not what the frozen weights compute."""
-        return self.objective == "dpo" and (not self.adapts or bool(self.adapter))
+        return self.objective in {"dpo", "kto"} and (not self.adapts or bool(self.adapter))

@@ -14,7 +14,7 @@ from nxtrain.common.io.regular import read_bytes
 from nxtrain.data.batch_source import BatchSource, TokenRows
 from nxtrain.data.mixture import MixedSamples, Mixture
 from nxtrain.data.prepare import Prepared, digest, prepare_tokens
-from nxtrain.data.samples import EndedSamples, FileSamples, Samples
+from nxtrain.data.samples import AnswerRows, EndedSamples, FileSamples, Samples
 from nxtrain.data.storage import cache_folder, open_file, replacing
 from nxtrain.data.tokenization import KnownTokenizer
 
@@ -64,7 +64,7 @@ def open_data(  # 9 arguments: each is of another part of the run, and there is 
     barrier: Callable[[], None],
     of_weights: Callable[[], KnownTokenizer | None] = lambda: None,
     validation_rows: int = 0,
-    pairs_per_row: int = 0,
+    answers: AnswerRows | None = None,
 ) -> Data:
     """Open the data of a run; every rank calls this at the same point.
 
@@ -73,7 +73,7 @@ def open_data(  # 9 arguments: each is of another part of the run, and there is 
         leader: True if this rank prepares the data; exactly one rank for each disk with a `workdir` does.
         of_weights: Returns the tokenizer of the initial weights; called by the leader if data.tokenizer is empty.
         validation_rows: Rows that an evaluation reads, of a source that is tokenized while it is consumed.
-        pairs_per_row: Most pairs in a row of a run on pairs; 0: the run is not on pairs.
+        answers: Rows of a run on answers; None: the run is on other documents.
 
     Raises:
         DataError: Data that is missing, malformed, too short or outside of the vocabulary.
@@ -85,9 +85,7 @@ def open_data(  # 9 arguments: each is of another part of the run, and there is 
     if config.source != "tokens":
         from nxtrain.data.arrow.training import prepare_corpora
 
-        make = partial(
-            prepare_corpora, config, seq_len, vocab_size, workdir, of_weights, validation_rows, pairs_per_row > 0
-        )
+        make = partial(prepare_corpora, config, seq_len, vocab_size, workdir, of_weights, validation_rows, answers)
     # The barrier is reached even if the leader fails; the other ranks would otherwise wait until they time out.
     try:
         if leader:
@@ -108,8 +106,10 @@ def open_data(  # 9 arguments: each is of another part of the run, and there is 
 
     source: BatchSource
     validation: Samples | None = None
-    if pairs_per_row:
-        source, validation = _open_pairs(config, prepared, seq_len=seq_len, vocab_size=vocab_size, most=pairs_per_row)
+    pairs_per_row = 0
+    if answers is not None:
+        pairs_per_row = answers.pairs_per_row
+        source, validation = _open_answers(config, prepared, answers, seq_len=seq_len, vocab_size=vocab_size)
     elif config.source == "arrow":
         from nxtrain.data.arrow.training import open_streams
 
@@ -212,35 +212,28 @@ def _open_rows(config: DataConfig, prepared: Prepared, seq_len: int, vocab_size:
     return TokenRows(parts[0])
 
 
-def _open_pairs(
-    config: DataConfig, prepared: Prepared, *, seq_len: int, vocab_size: int, most: int
+def _open_answers(
+    config: DataConfig, prepared: Prepared, answers: AnswerRows, *, seq_len: int, vocab_size: int
 ) -> tuple[TokenRows, Samples | None]:
-    """Open the rows of a prepared corpus of pairs, and those that are held out, if any.
-
-    Args:
-        most: Most pairs in a row.
-    """
-    from nxtrain.data.arrow.pairs import PairSamples, check_pairs
+    """Open the rows of a prepared corpus of answers, and those that are held out, if any."""
+    from nxtrain.data.arrow.pairs import PairSamples, check_answers
     from nxtrain.data.arrow.training import open_corpora, open_corpus
 
     (corpus,) = open_corpora(config, Path()).corpora
     if corpus.identity != prepared.probe:
         raise DataError(f"{corpus.path} is another corpus on this machine than on that which checked it; copy it anew")
-    rows = partial(PairSamples, seq_len=seq_len, vocab_size=vocab_size, pairs_per_row=most)
+    rows = partial(PairSamples, seq_len=seq_len, vocab_size=vocab_size, pairs_per_row=answers.pairs_per_row)
     train, validation = rows(corpus, held_out=config.validation_fraction), None
     if config.validation_path:
         evaluated = open_corpus(config, config.validation_path, "data.validation_path")
-        check_pairs(evaluated, True)
+        check_answers(evaluated, answers)
         if evaluated.tokenizer != corpus.tokenizer:
             what = f"{evaluated.path} has ids of another tokenizer than {corpus.path}"
             raise DataError(f"data.validation_path: {what}")
         validation = rows(evaluated)
     elif config.validation_fraction:
         validation = rows(corpus, held_out=config.validation_fraction, on_held_out_side=True)
-    amount = f"{train.num_pairs:,} pairs in {train.num_rows:,} rows"
-    if train.num_long:
-        amount += f", without {train.num_long:,} pairs that are longer than a row,"
-    return TokenRows(train, amount), validation
+    return TokenRows(train, train.describe()), validation
 
 
 def _refuse_too_short(samples: StreamSamples, what: str, way_out: str) -> None:

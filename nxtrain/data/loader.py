@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nxtrain.common.batch_sizes import BatchSizes
-from nxtrain.common.vocab import END_BIT, ID_MASK, IGNORE_INDEX, PROMPT_BIT
+from nxtrain.common.vocab import DESIRABLE_BIT, END_BIT, ID_MASK, IGNORE_INDEX, PROMPT_BIT
 from nxtrain.data.samples import Samples
 
 _ORDERED_STEPS = 16
@@ -21,26 +21,29 @@ _ORDERED_STEPS = 16
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers of the pairs in rows: 2k and 2k + 1 are the chosen and the rejected answer of pair k of a row.
+    """Answers in rows: of pairs, 2k and 2k + 1 are the chosen and the rejected answer of pair k of a row.
 
     Attributes:
         numbers: (num_micro, micro_batch, S) int64, number of the answer at each position; more than any after the last.
         lengths: (num_micro, micro_batch, 2K) float32, targets of each answer; 0 for an answer that is not there.
         reference: (num_micro, micro_batch, 2K) float32, log-probabilities by a reference that is computed in advance.
+        labels: (num_micro, micro_batch, 2K) float32, 1 for a desirable answer; None: the answers are of pairs.
     """
 
     numbers: NDArray[np.int64]
     lengths: NDArray[np.float32]
     reference: NDArray[np.float32] | None = None
+    labels: NDArray[np.float32] | None = None
 
     @staticmethod
-    def of(rows: NDArray[np.int64], targets: NDArray[np.int64], pairs_per_row: int) -> Answers:
+    def of(rows: NDArray[np.int64], targets: NDArray[np.int64], pairs_per_row: int, labelled: bool) -> Answers:
         """Answers of rows, whose documents are answers.
 
         Args:
             rows: (n, S + 1) marked ids.
             targets: (num_micro, micro_batch, S) targets of the rows.
             pairs_per_row: K.
+            labelled: Answers have labels.
         """
         is_end = (rows[:, :-1] != IGNORE_INDEX) & (rows[:, :-1] & END_BIT != 0)
         numbers = np.cumsum(is_end, axis=1) - is_end
@@ -48,7 +51,38 @@ class Answers:
         is_target = (targets.reshape(numbers.shape) != IGNORE_INDEX) & (numbers < num_answers)
         of_rows = np.arange(len(numbers))[:, None] * num_answers + numbers
         lengths = np.bincount(of_rows[is_target], minlength=len(numbers) * num_answers).astype(np.float32)
-        return Answers(numbers.reshape(targets.shape), lengths.reshape(*targets.shape[:-1], num_answers))
+        shape = (*targets.shape[:-1], num_answers)
+        answers = Answers(numbers.reshape(targets.shape), lengths.reshape(shape))
+        if not labelled:
+            return answers
+        ends = (rows != IGNORE_INDEX) & (rows & END_BIT != 0)
+        ordinals = np.cumsum(ends, axis=1) - 1
+        in_row, at = np.nonzero(ends)
+        labels = np.zeros((len(rows), num_answers), np.float32)
+        labels[in_row, ordinals[in_row, at]] = rows[in_row, at] & DESIRABLE_BIT != 0
+        return replace(answers, labels=labels.reshape(shape))
+
+
+def swap_answers(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Rows in which each prompt has the answer of the prompt before; the first one has the last answer.
+
+    Documents of a row keep their number and the sum of their lengths. A row of a single answer becomes empty, since it
+    has no answer of another prompt.
+
+    Args:
+        rows: (n, S + 1) marked ids of answers after their prompts.
+    """
+    swapped = np.full_like(rows, IGNORE_INDEX)
+    for row, changed in zip(rows, swapped, strict=True):
+        tokens = row[row != IGNORE_INDEX]
+        documents = np.split(tokens, np.flatnonzero(tokens & END_BIT) + 1)[:-1]
+        if len(documents) < 2:  # noqa: PLR2004 - two answers to exchange
+            continue
+        prompts = [ids[ids & PROMPT_BIT != 0] for ids in documents]
+        answers = [ids[ids & PROMPT_BIT == 0] for ids in documents]
+        pieces = zip(prompts, [answers[-1], *answers[:-1]], strict=True)
+        changed[: tokens.size] = np.concatenate([ids for piece in pieces for ids in piece])
+    return swapped
 
 
 @dataclass(frozen=True)
@@ -60,8 +94,9 @@ class Batch:
         targets: The next ids, or `IGNORE_INDEX` at positions without a loss; same shape and type.
         num_tokens: Number of this rank's targets other than `IGNORE_INDEX`.
         starts: First position of each position's document, for masks between documents; same shape and type.
-        answers: Answers of rows of pairs; None for other rows.
+        answers: Answers of rows of answers; None for other rows.
         padding: True after the last document of a row; same shape, bool.
+        swapped: Batch of the rows that `swap_answers` makes, of labelled answers; None for other rows.
     """
 
     inputs: NDArray[np.int64]
@@ -70,6 +105,18 @@ class Batch:
     starts: NDArray[np.int64] | None = None
     answers: Answers | None = None
     padding: NDArray[np.bool_] | None = None
+    swapped: Batch | None = None
+
+    def without(self, is_left_out: NDArray[np.bool_]) -> Batch:
+        """The same batch in which some rows have no targets; (num_micro, micro_batch, 1) True for those."""
+        targets = np.where(is_left_out, IGNORE_INDEX, self.targets)
+        answers, swapped = self.answers, self.swapped
+        if answers is not None:
+            answers = replace(answers, lengths=np.where(is_left_out, np.float32(0), answers.lengths))
+        if swapped is not None:
+            swapped = swapped.without(is_left_out)
+        num_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
+        return replace(self, targets=targets, num_tokens=num_tokens, answers=answers, swapped=swapped)
 
 
 @dataclass(frozen=True)
@@ -99,7 +146,13 @@ class BatchShare:
 
 
 def batch_of(
-    rows: NDArray[np.int64], micro_batch: int, *, end_id: int = 0, doc_mask: bool = False, pairs_per_row: int = 0
+    rows: NDArray[np.int64],
+    micro_batch: int,
+    *,
+    end_id: int = 0,
+    doc_mask: bool = False,
+    pairs_per_row: int = 0,
+    labelled: bool = False,
 ) -> Batch:
     """Batch of rows of marked ids.
 
@@ -110,7 +163,8 @@ def batch_of(
         rows: (n, S + 1) ids with `PROMPT_BIT` and `END_BIT`, and `IGNORE_INDEX` after the last document.
         end_id: Input after the last document of a row, where there is no target.
         doc_mask: Give the starts of the documents, and leave out the target after each end, the next document's first.
-        pairs_per_row: Most pairs in a row of pairs; 0: rows of other documents.
+        pairs_per_row: Half of the most answers in a row; 0: rows of other documents.
+        labelled: Answers have labels.
     """
     inputs, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
     is_padding = inputs == IGNORE_INDEX
@@ -129,7 +183,7 @@ def batch_of(
         starts = np.maximum.accumulate(begins, axis=1).reshape(shape)
     num_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
     targets = targets.reshape(shape)
-    answers = Answers.of(rows, targets, pairs_per_row) if pairs_per_row else None
+    answers = Answers.of(rows, targets, pairs_per_row, labelled) if pairs_per_row else None
     return Batch(inputs.reshape(shape), targets, num_tokens, starts, answers, is_padding.reshape(shape))
 
 
@@ -192,20 +246,23 @@ class Loader:
         num_rows = self._samples.num_rows
         indices = self.indices(step)
         rows = self._samples.rows(indices)
-        pairs_per_row = self._samples.pairs_per_row
-        batch = batch_of(rows, share.micro_batch, doc_mask=self._doc_mask, pairs_per_row=pairs_per_row)
-        reference = self._samples.reference(indices)
-        if batch.answers is not None and reference is not None:
-            reference = reference.reshape(batch.answers.lengths.shape)
-            batch = replace(batch, answers=replace(batch.answers, reference=reference))
+        batch = self._batch(rows, indices)
+        if self._samples.labelled:
+            batch = replace(batch, swapped=self._batch(swap_answers(rows), indices, swapped=True))
         if self._past_end == "pad" and (positions >= num_rows).any():
-            is_past = (positions >= num_rows).reshape(-1, share.micro_batch, 1)
-            targets = np.where(is_past, IGNORE_INDEX, batch.targets)
-            if batch.answers is not None:
-                lengths = np.where(is_past, np.float32(0), batch.answers.lengths)
-                batch = replace(batch, answers=replace(batch.answers, lengths=lengths))
-            return replace(batch, targets=targets, num_tokens=int(np.count_nonzero(targets != IGNORE_INDEX)))
+            return batch.without((positions >= num_rows).reshape(-1, share.micro_batch, 1))
         return batch
+
+    def _batch(self, rows: NDArray[np.int64], indices: NDArray[np.int64], *, swapped: bool = False) -> Batch:
+        """Batch of rows, with the reference of their answers if that is known."""
+        samples = self._samples
+        of_answers: dict[str, Any] = {"pairs_per_row": samples.pairs_per_row, "labelled": samples.labelled}
+        batch = batch_of(rows, self._share.micro_batch, doc_mask=self._doc_mask, **of_answers)
+        reference = samples.reference(indices, swapped=swapped)
+        if batch.answers is None or reference is None:
+            return batch
+        reference = reference.reshape(batch.answers.lengths.shape)
+        return replace(batch, answers=replace(batch.answers, reference=reference))
 
     def cursor(self) -> dict[int, tuple[int, ...]]:
         """Empty cursor: the rows of a step follow from its number."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 from abc import ABC, abstractmethod
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,9 @@ from nxtrain.common.errors import DataError
 from nxtrain.common.vocab import END_BIT
 from nxtrain.data.order import shuffled
 from nxtrain.data.storage import DataFile, Tokens, read_exactly, unreadable
+
+if TYPE_CHECKING:
+    from nxtrain.config.finetune_schema import FinetuneConfig
 
 # Tokens per chunk when a whole table is read; 32 MiB as int64.
 _CHUNK_TOKENS = 1 << 22
@@ -26,18 +30,40 @@ _HEADER_BYTES = 1 << 17
 _CHANGED = "somebody has changed it since, or this machine has another copy; leave it alone, and start again"
 
 
+@dataclass(frozen=True)
+class AnswerRows:
+    """Rows of a run on answers.
+
+    Args:
+        pairs_per_row: Half of the most answers in a row.
+        labelled: Answers have labels; otherwise two answers are a pair.
+    """
+
+    pairs_per_row: int
+    labelled: bool = False
+
+    @staticmethod
+    def of(config: FinetuneConfig) -> AnswerRows | None:
+        """Rows of an objective; None if the objective is not on answers."""
+        if not config.compares:
+            return None
+        return AnswerRows(config.pairs_per_row, labelled=config.objective == "kto")
+
+
 class Samples(ABC):
     """Token rows of one length.
 
     Attributes:
         num_rows: Rows in an epoch.
         seq_len: S, targets in a row.
-        pairs_per_row: K, most pairs in a row of pairs; 0: rows of other documents.
+        pairs_per_row: K, half of the most answers in a row; 0: rows of other documents.
+        labelled: The rows are of answers with labels.
     """
 
     num_rows: int
     seq_len: int
     pairs_per_row: int = 0
+    labelled: bool = False
 
     @abstractmethod
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -54,9 +80,13 @@ class Samples(ABC):
         del num_rows
         return {}
 
-    def reference(self, indices: NDArray[np.int64]) -> NDArray[np.float32] | None:
-        """Log-probabilities of the answers in rows of pairs, (n,) to (n, 2K); None if they are not known in advance."""
-        del indices
+    def reference(self, indices: NDArray[np.int64], *, swapped: bool = False) -> NDArray[np.float32] | None:
+        """Log-probabilities of the answers in rows, (n,) to (n, 2K); None if they are not known in advance.
+
+        Args:
+            swapped: Those of the rows that `swap_answers` makes.
+        """
+        del indices, swapped
         return None
 
 
@@ -64,19 +94,21 @@ class TableSamples(Samples):
     """Rows of a table in memory: (num_rows, S + 1) ids of any integer type.
 
     Args:
-        has_reference: The rows are of pairs, whose answers have a reference of zeros.
+        answers: Rows are of answers; None: of other documents.
+        has_reference: Answers have a reference of zeros.
     """
 
-    def __init__(self, table: Tokens, *, pairs_per_row: int = 0, has_reference: bool = False) -> None:
+    def __init__(self, table: Tokens, *, answers: AnswerRows | None = None, has_reference: bool = False) -> None:
         self._table, self._has_reference = table, has_reference
         self.num_rows, self.seq_len = len(table), int(table.shape[1]) - 1
-        self.pairs_per_row = pairs_per_row
+        if answers is not None:
+            self.pairs_per_row, self.labelled = answers.pairs_per_row, answers.labelled
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows at indices: (n,) to (n, S + 1)."""
         return self._table[indices].astype(np.int64)
 
-    def reference(self, indices: NDArray[np.int64]) -> NDArray[np.float32] | None:
+    def reference(self, indices: NDArray[np.int64], *, swapped: bool = False) -> NDArray[np.float32] | None:
         """Zeros for the answers in rows, (n,) to (n, 2K); None without a reference."""
         if not self._has_reference:
             return None

@@ -53,7 +53,7 @@ from nxtrain.parallel.regions import TensorParallel
 from nxtrain.parallel.weight_grads import WeightGradients
 from nxtrain.parallel.whole_matrices import WholeMatrices, hidden_matrices
 from nxtrain.train.health.step_history import StepHistory
-from nxtrain.train.preferences import SUMS, Preferences
+from nxtrain.train.kto import OBJECTIVES
 from nxtrain.train.step import TrainState
 
 
@@ -303,11 +303,12 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
     data_parallel = _data_parallel(plan, model, layout, backend, precision)
     kernels, put = _storage(backend, on_host="params" in run.parallel.offload)
     context_parallel, mixture = context_parallel_of(plan, backend, mesh), plan.dimensions.mixture
-    preferences: Preferences | None = None
+    preferences = None
     num_sums, loads = 2, None
     if run.finetune.compares:
-        preferences = Preferences(run.finetune, mesh.cp, backend.collectives, backend.put)
-        num_sums = len(SUMS)
+        on_answers = OBJECTIVES[run.finetune.objective]
+        preferences = on_answers(run.finetune, mesh.cp, backend.collectives, backend.put)
+        num_sums = len(preferences.sums)
     elif mixture is not None:
         num_sums = 4
         loads = backend.put(torch.zeros(plan.model.num_hidden_layers, mixture.num_experts + NUM_OTHERS))

@@ -262,7 +262,9 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     given: dict[str, Any] = {"finetune.dropout": tuning.dropout, "train.z_loss": config.train.z_loss}
     given |= {f"backend.{key}": getattr(config.backend, key) for key in ("attention", "deterministic")}
     if tuning.compares:
-        keys = ("objective", "beta", "label_smoothing", "orpo_lambda")
+        keys = ["objective", "beta", "label_smoothing", "orpo_lambda"]
+        if tuning.objective == "kto":
+            keys += ["desirable_weight", "undesirable_weight"]
         given |= {f"finetune.{key}": getattr(tuning, key) for key in keys}
     return {**optim, **precision, **given, "torch": torch.__version__}
 

@@ -17,7 +17,7 @@ from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig, TrainConfig
 from nxtrain.data import BatchShare, Loader
-from nxtrain.data.samples import TableSamples
+from nxtrain.data.samples import AnswerRows, TableSamples
 from nxtrain.metrics.meters import ThroughputMeter
 from nxtrain.metrics.run_observer import RunObserver, Work
 from nxtrain.optim.schedule import Schedule
@@ -164,7 +164,7 @@ def _loader(config: RunConfig, mesh: Mesh) -> Loader:
     return Loader(
         TableSamples(
             np.zeros((config.train.global_batch * EVALUATED_BATCHES, config.train.seq_len + 1), np.int8),
-            pairs_per_row=config.finetune.pairs_per_row if config.finetune.compares else 0,
+            answers=AnswerRows.of(config.finetune),
             has_reference=config.finetune.stores_reference,
         ),
         BatchShare(config.train.global_batch, config.train.micro_batch, mesh.dp.rank, mesh.dp.size),

@@ -1,11 +1,11 @@
-"""Objectives on pairs of answers: DPO and ORPO, from the log-probability of each answer.
+"""Objectives on answers: DPO and ORPO on pairs, from the log-probability of each answer; see `Kto` for labelled ones.
 
 Both answers of a pair are documents of one row, so that a loss needs no other row and no other rank. Answers 2k and
 2k + 1 of a row are the chosen and the rejected answer of its pair k. A loss is a sum over pairs, and the step divides
 once, by the pairs of the global batch.
 
-DPO compares with a reference. Beside adapters, the reference is the model without them. A run that trains every weight
-computes the reference once; see `nxtrain.train.reference`.
+DPO and KTO compare with a reference. Beside adapters, the reference is the model without them. A run that trains every
+weight computes the reference once; see `nxtrain.train.reference`.
 
 Shapes: S positions of this rank, B rows, K pairs that a row can hold.
 
@@ -15,7 +15,7 @@ label smoothing; Hong et al. 2024 (arXiv:2403.07691) equations 3 to 7 for ORPO.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,29 +30,33 @@ from nxtrain.parallel.regions import sum_over
 MEANS = ("reward_chosen", "reward_rejected", "reward_accuracy", "kl")
 """Keys of a record that are means over the pairs of the global batch, in the order of their sums."""
 
-SUMS = ("loss", "pairs", "targets", *MEANS)
-"""Sums over the pairs of a step."""
-
 _SMALLEST = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs in the rows of a micro-batch, on the device.
+    """Answers in the rows of a micro-batch, on the device.
 
     Args:
         numbers: (B, S) int64, number of the answer at each position of this rank.
         lengths: (B, 2K) float32, targets of each answer in the whole row; 0 for an answer that is not there.
         reference: (B, 2K) float32, log-probabilities by the reference; None: without one, or not yet computed.
+        labels: (B, 2K) float32, 1 for a desirable answer, else 0; None: the answers are of pairs.
+        divergence: () float32, KL divergence from the reference over the global batch, of labelled answers.
     """
 
     numbers: Tensor
     lengths: Tensor
     reference: Tensor | None = None
+    labels: Tensor | None = None
+    divergence: Tensor | None = None
 
 
 class Preferences:
     """Objective of a run on pairs.
+
+    Attributes:
+        sums: Names of the sums of a step: the loss, the number by which it is divided, and others.
 
     Args:
         config: Objective and its factors.
@@ -60,6 +64,8 @@ class Preferences:
         comm: Collectives.
         put: Upload of a host tensor.
     """
+
+    sums: tuple[str, ...] = ("loss", "pairs", "targets", *MEANS)
 
     def __init__(self, config: FinetuneConfig, cp: Axis, comm: Collectives, put: Callable[[Tensor], Tensor]) -> None:
         self._config, self._cp, self._comm = config, cp, comm
@@ -71,7 +77,7 @@ class Preferences:
     @property
     def needs_reference(self) -> bool:
         """True if the objective compares with a reference."""
-        return self._config.objective == "dpo"
+        return self._config.objective != "orpo"
 
     def log_probs(self, token_losses: Tensor, pairs: Pairs) -> Tensor:
         """Log-probability of each answer: (S, B) cross entropies of this rank's tokens to (B, 2K) float32."""
@@ -80,14 +86,14 @@ class Preferences:
         return sum_over(parts, self._comm, self._cp)
 
     def loss(self, token_losses: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """Sum of the losses of all pairs, and the sums `SUMS` that this rank contributes.
+        """Sum of the losses of all pairs, and the `sums` that this rank contributes.
 
         Args:
             token_losses: (S, B) float32, cross entropies of this rank's tokens.
             pairs: Pairs of the rows, with the reference if the objective needs one.
 
         Returns:
-            () float32, and (7,) float32 without a gradient.
+            () float32, and float32 for each of `sums`, without a gradient.
         """
         log_probs = self.log_probs(token_losses, pairs)
         if self.needs_reference:
@@ -102,10 +108,18 @@ class Preferences:
             divergence = (chosen + rejected) / (-2.0 * self._config.beta)
         of_pairs = torch.stack([is_there.float(), chosen, rejected, (chosen > rejected).float(), divergence])
         counted, *means = torch.where(is_there, of_pairs, 0.0).flatten(1).sum(dim=1).unbind()
-        sums = torch.stack([total.detach(), counted, pairs.lengths.sum(), *means])
-        if self._share is not None:
-            sums = sums * self._share
-        return total, sums
+        return total, self._own([total.detach(), counted, pairs.lengths.sum(), *means])
+
+    def means(self, read: dict[str, float]) -> dict[str, float]:
+        """Means for the record of a step, from its sums, which are taken out of the numbers that were read."""
+        pairs = read.pop("pairs")
+        means = {name: read.pop(name) / pairs for name in MEANS}
+        return {"pairs": pairs, **means, "reward_margin": means["reward_chosen"] - means["reward_rejected"]}
+
+    def _own(self, sums: Sequence[Tensor]) -> Tensor:
+        """Sums over rows of which each is counted by one of the ranks that share its positions."""
+        stacked = torch.stack([*sums])
+        return stacked if self._share is None else stacked * self._share
 
     def _dpo(self, log_probs: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
         """Losses of the pairs, (B, K), and rewards of the answers, (B, 2K)."""
@@ -128,10 +142,3 @@ class Preferences:
         likelihood = means.unflatten(-1, (-1, 2))[..., 0]
         weight = self._config.orpo_lambda
         return -likelihood - weight * F.logsigmoid(chosen - rejected), weight * means
-
-
-def take_means(read: dict[str, float]) -> dict[str, float]:
-    """Take the sums over the pairs of a step out of the numbers that were read, and return the means for its record."""
-    pairs = read.pop("pairs")
-    means = {name: read.pop(name) / pairs for name in MEANS}
-    return {"pairs": pairs, **means, "reward_margin": means["reward_chosen"] - means["reward_rejected"]}

@@ -1,4 +1,4 @@
-"""Log-probabilities of answers by the reference of DPO, computed once before a run that changes every weight.
+"""Log-probabilities of answers by the reference of DPO and KTO, computed once before a run that changes every weight.
 
 The first weights compute all pairs of the corpus, shared over dp. The results are stored in a file next to the corpus,
 whose name has a hash of the weights and of the pairs. Later starts, resumes and other runs read the file.
@@ -57,9 +57,13 @@ def with_reference(context: RunContext, data: Data) -> Data:
 
 
 def _of_corpus(context: RunContext, samples: PairSamples) -> LogProbs:
-    """Log-probability of every answer of a corpus, from its file or computed: (documents,) float32."""
+    """Log-probabilities of every answer of a corpus, from its file or computed: (kinds, documents) float32.
+
+    Labelled answers have two kinds: the answer itself, and the one that `swap_answers` gives to its prompt.
+    """
     file = context.ranks.on_leader(lambda: _file(context.config, samples), "cannot read the first weights")
-    known = context.ranks.on_leader(lambda: _read(file, samples.num_documents), f"cannot read {file}")
+    shape = (1 + samples.labelled, samples.num_documents)
+    known = context.ranks.on_leader(lambda: _read(file, shape), f"cannot read {file}")
     if known is not None:
         context.print_line(f"the reference is that of {file}")
         return known
@@ -76,30 +80,31 @@ def _compute(context: RunContext, state: TrainState, samples: PairSamples) -> Lo
     train, mesh = context.config.train, context.mesh
     share = BatchShare(train.global_batch, train.micro_batch, mesh.dp.rank, mesh.dp.size)
     loader = Loader(samples, share, seed=0, shuffle=False, doc_mask=True, past_end="pad")
-    documents: list[NDArray[np.int64]] = []
+    places: list[NDArray[np.int64]] = []
     values: list[LogProbs] = []
     shown = Progress("computing the reference", loader.steps_per_epoch) if context.is_leader else nullcontext()
     with shown as progress:
         for step in range(loader.steps_per_epoch):
             context.enter(0, "evaluation")
             batch = loader.batch(step)
-            assert batch.answers is not None
-            found = answer_log_probs(state, on_device(state, batch))
-            if found:
-                is_there = batch.answers.lengths > 0
-                answers = samples.answers(loader.indices(step)).reshape(is_there.shape)
-                log_probs = torch.stack([x.cpu() for x in found]).numpy()
-                documents.append(answers[is_there])
-                values.append(log_probs[is_there])
+            for kind, rows in enumerate(filter(None, (batch, batch.swapped))):
+                assert rows.answers is not None
+                found = answer_log_probs(state, on_device(state, rows))
+                if found:
+                    is_there = rows.answers.lengths > 0
+                    documents = samples.answers(loader.indices(step)).reshape(is_there.shape)
+                    log_probs = torch.stack([x.cpu() for x in found]).numpy()
+                    places.append(kind * samples.num_documents + documents[is_there])
+                    values.append(log_probs[is_there])
             if progress is not None:
                 progress.show(step + 1)
-    whole = np.full(samples.num_documents, np.nan, np.float32)
+    whole = np.full((1 + samples.labelled, samples.num_documents), np.nan, np.float32)
     # Equal on the ranks of tp and cp, of which one speaks; pairs longer than a row stay NaN, and no row has them.
     speaks = mesh.tp.rank == mesh.cp.rank == 0 and bool(values)
-    mine = (np.concatenate(documents), np.concatenate(values)) if speaks else None
+    mine = (np.concatenate(places), np.concatenate(values)) if speaks else None
     for part in context.ranks.gather(mine):
         if part is not None:
-            whole[part[0]] = part[1]
+            whole.flat[part[0]] = part[1]
     return whole
 
 
@@ -109,14 +114,17 @@ def _file(config: RunConfig, samples: PairSamples) -> Path:
     if config.finetune.adapter:
         folder = Path(config.finetune.adapter)
         weights += [xxhash.xxh3_64_hexdigest(read_bytes(folder / name)) for name in FILES]
-    name = f"reference-{digest(*weights, sorted(config.model.config.items()), samples.identity, samples.seq_len)}.npy"
+    rows = [samples.identity, samples.seq_len]
+    if samples.labelled:  # swapped answers depend on the rows
+        rows += [samples.pairs_per_row, samples.split]
+    name = f"reference-{digest(*weights, sorted(config.model.config.items()), *rows)}.npy"
     location = samples.location
     if isinstance(location, Path) and os.access(location.absolute().parent, os.W_OK):
         return location.with_name(f"{location.name}.{name}")
     return config.run.dir / DATA_DIR / name
 
 
-def _read(file: Path, num_documents: int) -> LogProbs | None:
+def _read(file: Path, shape: tuple[int, int]) -> LogProbs | None:
     """Results of an earlier start; None without any."""
     if not file.exists():
         return None
@@ -124,13 +132,13 @@ def _read(file: Path, num_documents: int) -> LogProbs | None:
     body, checksum = content[:-CHECKSUM_BYTES], content[-CHECKSUM_BYTES:]
     if xxhash.xxh3_64_digest(body) == checksum:
         values: LogProbs = np.load(io.BytesIO(body))
-        if values.shape == (num_documents,):
-            return values
+        if values.size == shape[0] * shape[1]:
+            return values.reshape(shape)
     raise DataError(f"{file} is damaged; delete it, and the next start computes the reference again")
 
 
 def _write(file: Path, values: LogProbs) -> None:
     body = io.BytesIO()
-    np.save(body, values)
+    np.save(body, values if len(values) > 1 else values[0])  # pairs have one kind, and their files one dimension
     with replacing(file) as draft:
         draft.write(body.getvalue() + xxhash.xxh3_64_digest(body.getvalue()))

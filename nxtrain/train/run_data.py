@@ -9,6 +9,7 @@ from nxtrain.checkpoint.mirror import Mirrored
 from nxtrain.common.run_folder import DATA_DIR
 from nxtrain.data import Batches, BatchOrder, BatchShare, Data, Loader, open_data
 from nxtrain.data.loader import Skips
+from nxtrain.data.samples import AnswerRows
 from nxtrain.data.workers import WorkerPolicy
 from nxtrain.train.context import RunContext
 from nxtrain.train.tokenizer import tokenizer_of_weights
@@ -26,7 +27,7 @@ def open_run_data(context: RunContext, mirrored: Mirrored | None) -> Data:
         barrier=context.backend.collectives.barrier,
         of_weights=lambda: tokenizer_of_weights(config, workdir),
         validation_rows=config.train.eval_batches * config.train.global_batch if config.train.eval_every else 0,
-        pairs_per_row=config.finetune.pairs_per_row if config.finetune.compares else 0,
+        answers=AnswerRows.of(config.finetune),
     )
     if data.tokenizer_origin:
         context.print_line(f"the tokenizer is that of {data.tokenizer_origin}, whose ids the weights know")

@@ -27,7 +27,8 @@ from nxtrain.parallel.pipeline import MicroBatches, Pipeline
 from nxtrain.parallel.precision import Precision
 from nxtrain.parallel.schedule import Action
 from nxtrain.train.health.step_history import StepHistory, not_finite
-from nxtrain.train.preferences import SUMS, Pairs, Preferences
+from nxtrain.train.kto import Kto
+from nxtrain.train.preferences import Pairs, Preferences
 
 _SECTIONS: dict[str, Section] = {"forward": "forward", "backward": "backward", "weight": "backward"}
 """Sections of a pipeline's actions; transfers belong to the section before them."""
@@ -48,7 +49,7 @@ class TrainState:
         precision: Types of parameters, gradients and optimizer state.
         clip: Largest global gradient norm; 0: never clip.
         sums: (2,) float32 on the device, loss and tokens of the micro-batches since the last update; with experts
-            (4,), the losses of the routers as well; on pairs, the sums that `Preferences.loss` names.
+            (4,), the losses of the routers as well; on answers, those of `Preferences.sums`.
         history: Losses and gradient norms of the last steps.
         section: Called as each section of a step begins.
         loss_scale: Factor of fp16 gradients; None: 1.
@@ -56,7 +57,7 @@ class TrainState:
         z_sum: (1,) float32 on the device, terms of the z-loss since the last update; None: there is no z-loss.
         accumulates: Some steps of the run have several micro-batches, so that each micro-batch is a graph of its own.
         positions: Positions of a sequence that this rank computes under context parallelism; None: all.
-        preferences: Objective on pairs; None: the cross entropy of tokens.
+        preferences: Objective on answers; None: the cross entropy of tokens.
         loads: Loads of the experts in the forward passes since the last update, as of `CausalLM.count_loads`; None
             without experts.
         sequence_parallel: Ranks of tp have different tokens between layers, whose loads are summed as well.
@@ -141,9 +142,10 @@ class DeviceBatch:
         inputs, targets: (B, S) int64 for each micro-batch, at this rank's positions; targets of `IGNORE_INDEX` do not
             count.
         starts: First position of each position's document, likewise; empty without masks between documents.
-        pairs: Pairs of each micro-batch; empty without an objective on pairs.
+        pairs: Answers of each micro-batch; empty without an objective on answers.
         counted: (S/tp, B) float32 for each micro-batch, 1 for a token that the routers' losses count and 0 for padding;
             empty if all count.
+        swapped: The same rows with answers of other prompts; None without labelled answers.
     """
 
     inputs: Sequence[Tensor]
@@ -151,6 +153,7 @@ class DeviceBatch:
     starts: Sequence[Tensor] = ()
     pairs: Sequence[Pairs] = ()
     counted: Sequence[Tensor] = ()
+    swapped: DeviceBatch | None = None
 
     @property
     def micro_batches(self) -> MicroBatches:
@@ -167,7 +170,7 @@ class DeviceBatch:
         put: Callable[[Tensor], Tensor],
         starts: Tensor | None = None,
         positions: Tensor | None = None,
-        answers: Sequence[Tensor] = (),
+        answers: Mapping[str, Tensor] | None = None,
         padding: Tensor | None = None,
         tokens_axis: Axis | None = None,
     ) -> DeviceBatch:
@@ -179,8 +182,7 @@ class DeviceBatch:
         Args:
             starts: First position of each position's document; None: a row is one document.
             positions: Positions of this rank under context parallelism; None: all.
-            answers: Number of each position's answer, then `Pairs.lengths`, and `Pairs.reference` if it is known; empty
-                without pairs.
+            answers: Fields of `Pairs` that are known, by name; None without answers.
             padding: Positions after the last document, bool; None: the routers' losses count all.
             tokens_axis: Ranks that divide the tokens between layers; None: each has all tokens of its positions.
         """
@@ -191,10 +193,10 @@ class DeviceBatch:
             return [put(micro_batch.contiguous()) for micro_batch in tensor]
 
         pairs: list[Pairs] = []
-        if answers:
-            numbers, *of_answers = answers
-            columns = [put_each(numbers), *([put(x.contiguous()) for x in values] for values in of_answers)]
-            pairs = [Pairs(*values) for values in zip(*columns, strict=True)]
+        if answers is not None:
+            columns = {name: [put(x.contiguous()) for x in values] for name, values in answers.items()}
+            columns["numbers"] = put_each(answers["numbers"])
+            pairs = [Pairs(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
         counted: list[Tensor] = []
         if padding is not None:
             own = padding if positions is None else padding.index_select(-1, positions)
@@ -212,9 +214,9 @@ class StepResult:
     Args:
         loss: Mean over the tokens of the global batch, or over its pairs.
         grad_norm: Norm of the whole gradient before clipping.
-        num_tokens: Number of targets that counted; of an objective on pairs, the number of pairs.
+        num_tokens: Number of targets that counted; of an objective on answers, the number of pairs or answers.
         others: Further numbers by name: `z_loss`, the mean of the terms that the z-loss adds to the tokens' losses, and
-            that `loss` is without; sums over pairs.
+            that `loss` is without; sums over answers.
         routing: (2,) load balancing loss and z-loss of the routers; None without experts.
         loads: (layers, E + 3) loads of the experts, the rows of `nxtrain.metrics.routers.Loads`; None without experts.
     """
@@ -292,8 +294,7 @@ def _add(state: TrainState, sums: Tensor) -> None:
 def _other_numbers(state: TrainState, sums: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
     """Numbers of a step besides loss and tokens: `StepResult.others` and `StepResult.routing`."""
     if state.preferences is not None:
-        of_pairs = sums[2:].clone().unbind()
-        return dict(zip(SUMS[2:], of_pairs, strict=True)), None
+        return dict(zip(state.preferences.sums[2:], sums[2:].clone().unbind(), strict=True)), None
     others = {}
     if state.z_sum is not None:
         others["z_loss"] = sums[-1] / sums[1]
@@ -331,25 +332,44 @@ def _objective(
     if state.preferences is not None and pairs is not None:
         loss, counted = state.preferences.loss(loss, pairs)
         return loss, lambda: counted
-    return loss, lambda: _sums(loss, targets)
+    return loss, lambda: torch.stack([loss.detach(), (targets != IGNORE_INDEX).sum(dtype=torch.float32)])
 
 
 def _with_reference(state: TrainState, batch: DeviceBatch) -> Iterator[Pairs | None]:
-    """Pairs of each micro-batch, with the log-probabilities of the frozen weights where no others are given.
+    """Answers of each micro-batch, with the log-probabilities of the frozen weights where no others are given.
 
     Without stages, the frozen weights compute a micro-batch when its turn comes, as a part of its graph. Stages compute
-    all micro-batches first, together.
+    all micro-batches first, together. Labelled answers get the divergence over the global batch as well.
     """
-    preferences = state.preferences
+    preferences, answers = state.preferences, batch.pairs
     if preferences is None:
         return iter([None] * len(batch.inputs))
-    if not preferences.needs_reference or batch.pairs[0].reference is not None:
-        return iter(batch.pairs)
+    if batch.swapped is not None:
+        divergence = _divergence(state, batch.swapped)
+        answers = [replace(of_rows, divergence=divergence) for of_rows in answers]
+    if not preferences.needs_reference or answers[0].reference is not None:
+        return iter(answers)
     if state.pipeline is None:
-        return map(partial(_beside_frozen, state, preferences), batch.pairs, batch.micro_batches)
+        return map(partial(_beside_frozen, state, preferences), answers, batch.micro_batches)
+    references = _by_reference(state, batch)
+    return (replace(of_rows, reference=given) for of_rows, given in zip(answers, references, strict=False))
+
+
+@torch.no_grad()
+def _divergence(state: TrainState, swapped: DeviceBatch) -> Tensor:
+    assert isinstance(state.preferences, Kto)
+    found = answer_log_probs(state, swapped), _by_reference(state, swapped)
+    divergence = state.preferences.divergence(*found, swapped.pairs, state.mesh.batch)
+    state.backend.step_boundary()
+    return divergence
+
+
+def _by_reference(state: TrainState, batch: DeviceBatch) -> Sequence[Tensor]:
+    given = [answers.reference for answers in batch.pairs if answers.reference is not None]
+    if given:
+        return given
     with without_adapters(state.model):
-        references = answer_log_probs(state, batch)
-    return (replace(pairs, reference=given) for pairs, given in zip(batch.pairs, references, strict=False))
+        return answer_log_probs(state, batch)
 
 
 @torch.no_grad()
@@ -397,11 +417,9 @@ def _update(
 
 @torch.no_grad()
 def eval_step(state: TrainState, batch: DeviceBatch) -> list[tuple[Tensor, ...]]:
-    """Sum of the losses and number of tokens of each micro-batch, or the sums `SUMS` over its pairs.
+    """Sum of the losses and number of tokens of each micro-batch, or the `Preferences.sums` over its answers.
 
-    Each is () float32, equal on all ranks.
-
-    Every micro-batch runs the same graph; nothing is accumulated on the device across them.
+    Each is () float32, equal on all ranks. Every micro-batch runs the same graph; nothing is accumulated on the device.
     """
     sums = []
     pairs = _with_reference(state, batch)
@@ -414,7 +432,7 @@ def eval_step(state: TrainState, batch: DeviceBatch) -> list[tuple[Tensor, ...]]
 
         state.pipeline.evaluate(batch.micro_batches, found)
         for index in range(len(batch.inputs)):
-            size = 2 if state.preferences is None else len(SUMS)
+            size = 2 if state.preferences is None else len(state.preferences.sums)
             sums.append(_over_batch(state, here[index] if here else state.sums.new_zeros(size)))
             state.backend.step_boundary()
         return sums
@@ -430,7 +448,3 @@ def eval_step(state: TrainState, batch: DeviceBatch) -> list[tuple[Tensor, ...]]
 def _over_batch(state: TrainState, sums: Tensor) -> tuple[Tensor, ...]:
     total = state.backend.collectives.all_reduce(sums, state.mesh.batch)
     return tuple(number.clone() for number in total.unbind())  # views would be outputs in an order that varies
-
-
-def _sums(loss: Tensor, targets: Tensor) -> Tensor:
-    return torch.stack([loss.detach(), (targets != IGNORE_INDEX).sum(dtype=torch.float32)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -22,7 +22,6 @@ from nxtrain.metrics.run_observer import RunObserver
 from nxtrain.metrics.sinks import Sink
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train.health.numerics import NumericsGuard
-from nxtrain.train.preferences import SUMS, take_means
 from nxtrain.train.step import DeviceBatch, StepResult, TrainState, eval_step, train_step
 from nxtrain.train.supervision.coordinated_stop import StepGate
 
@@ -117,7 +116,7 @@ class Trainer:
                     val_loss, of_pairs = self.evaluate(step)
                     others |= of_pairs
                 if self.state.preferences is not None:
-                    others |= take_means(read)
+                    others |= self.state.preferences.means(read)
                 record = StepRecord(
                     step=step,
                     targets=int(read.pop("targets")),
@@ -162,7 +161,8 @@ class Trainer:
     ) -> tuple[dict[str, Any], Verdict]:
         """Fetch the numbers of a step and the guard's verdict on them."""
         self.observers.enter(step, "log")
-        counted = "targets" if self.state.preferences is None else "pairs"
+        preferences = self.state.preferences
+        counted = "targets" if preferences is None else preferences.sums[1]
         numbers = {"loss": result.loss, counted: result.num_tokens, "grad_norm": result.grad_norm}
         if self.state.noise is not None:
             numbers["noise_scale"] = self.state.noise.value()
@@ -196,18 +196,18 @@ class Trainer:
         assert self.validation is not None
         self.observers.enter(step, "evaluation")
         backend = self.state.backend
-        compares = self.state.preferences is not None
-        sums = dict.fromkeys(SUMS if compares else ("loss", "targets"), 0.0)
+        preferences = self.state.preferences
+        sums = dict.fromkeys(("loss", "targets") if preferences is None else preferences.sums, 0.0)
         for index in range(min(self.config.train.eval_batches, self.validation.steps_per_epoch)):
             found = eval_step(self.state, self._put(self.validation.batch(index)))
             for name, values in zip(sums, zip(*found, strict=True), strict=True):
                 numbers = backend.fetch({str(row): value for row, value in enumerate(values)})
                 sums[name] += math.fsum(numbers.values())
         loss, num_tokens = sums.pop("loss"), sums.pop("targets")
-        if not compares:
+        if preferences is None:
             return loss / num_tokens, {}
-        loss /= sums["pairs"]
-        return loss, {f"val_{name}": mean for name, mean in take_means(sums).items()}
+        loss /= sums[preferences.sums[1]]
+        return loss, {f"val_{name}": mean for name, mean in preferences.means(sums).items()}
 
     @torch.no_grad()
     def _health(self, lr: float) -> dict[str, Tensor]:
@@ -230,16 +230,20 @@ def on_device(state: TrainState, batch: Batch) -> DeviceBatch:
     starts = None
     if batch.starts is not None:
         starts = torch.from_numpy(batch.starts)
-    answers: list[Tensor] = []
+    answers: dict[str, Tensor] | None = None
     if batch.answers is not None:
-        given = (batch.answers.numbers, batch.answers.lengths, batch.answers.reference)
-        answers = [torch.from_numpy(array) for array in given if array is not None]
+        named = vars(batch.answers).items()
+        answers = {name: torch.from_numpy(array) for name, array in named if array is not None}
     padding = None
     if state.has_padding:
         assert batch.padding is not None, "packed rows name their padding"
         padding = torch.from_numpy(batch.padding)
     tokens_axis = state.mesh.tp if state.sequence_parallel else None
-    return DeviceBatch.of(inputs, targets, put, starts, state.positions, answers, padding, tokens_axis)
+    given = (put, starts, state.positions, answers, padding, tokens_axis)
+    on_rank = DeviceBatch.of(inputs, targets, *given)
+    if batch.swapped is not None:
+        on_rank = replace(on_rank, swapped=on_device(state, batch.swapped))
+    return on_rank
 
 
 def update(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:

@@ -264,8 +264,8 @@ def test_ranks_compute_the_reference_that_one_computes(ranks: RankPool, name: st
         world = plan.config.parallel.ranks_per_replica * plan.config.parallel.dp
         weights = weights_of(plan)
         results.append(ranks.run(max(1, world), stored_reference, plan, weights, tmp_path / "out.arrow"))
-    (alone,), of_ranks = results
+    ((alone,),), of_ranks = results
     is_there = np.isfinite(alone)
     assert 10 < is_there.sum() < len(alone) == 22
-    for rank in of_ranks:
+    for (rank,) in of_ranks:
         np.testing.assert_allclose(rank, alone, rtol=5e-7)  # some ulp of a sum of twenty numbers

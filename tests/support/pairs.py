@@ -5,7 +5,7 @@ The reference computes every answer alone, in float64, and the objectives by the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -22,7 +22,6 @@ from nxtrain.common.vocab import END_BIT, ID_MASK, IGNORE_INDEX, PROMPT_BIT
 from nxtrain.config.check import Resolved
 from nxtrain.config.finetune_schema import FinetuneConfig
 from nxtrain.data.loader import Batch, batch_of
-from nxtrain.train.preferences import take_means
 from nxtrain.train.step import DeviceBatch, TrainState, train_step
 from nxtrain.train.trainer import on_device
 from tests.support.drawn import draw
@@ -157,19 +156,19 @@ def objective_of(config: FinetuneConfig, model: nn.Module, answers: Answered, gi
 
 def wanted_of_pairs(drawn: DrawnPairs) -> Course:
     """The course of transformers, or of PEFT with the base as reference."""
-    config, weights = drawn.objective, drawn.weights()
+    data = [(answers_alone(rows), given) for rows, given in zip(drawn.rows(), references(drawn), strict=True)]
+    return course_of_answers(drawn, lambda model, step: objective_of(drawn.objective, model, *data[step]))
+
+
+def course_of_answers(drawn: DrawnPairs, loss_of: Callable[[nn.Module, int], Tensor]) -> Course:
+    """The course of transformers or PEFT by a loss of the model and the step."""
+    weights = drawn.weights()
 
     def wrap(model: nn.Module) -> nn.Module:
-        return with_adapters(drawn.resolved, weights, model) if config.adapts else model
-
-    data = [(answers_alone(rows), given) for rows, given in zip(drawn.rows(), references(drawn), strict=True)]
-
-    def loss_of(model: nn.Module, step: int) -> Tensor:
-        answers, given = data[step]
-        return objective_of(config, model, answers, given)
+        return with_adapters(drawn.resolved, weights, model) if drawn.objective.adapts else model
 
     course = reference(drawn.resolved, drawn.steps, weights=weights, wrap=wrap, loss_of=loss_of)
-    if not config.adapts:
+    if not drawn.objective.adapts:
         return course
     return replace(course, weights={our_name(name): tensor for name, tensor in course.weights.items()})
 
@@ -188,15 +187,16 @@ def references(drawn: DrawnPairs) -> Iterator[Tensor | None]:
 # --- ours ----------------------------------------------------------------------------------------------------------
 
 
-def batch_of_pairs(rows: Rows, micro_batch: int, pairs_per_row: int, given: Tensor | None = None) -> Batch:
+def batch_of_pairs(
+    rows: Rows, micro_batch: int, pairs_per_row: int, given: Tensor | None = None, *, labelled: bool = False
+) -> Batch:
     """Batch of all rows, or of those of one rank; `given` has the reference of the answers in all of these rows."""
-    batch = batch_of(rows, micro_batch, doc_mask=True, pairs_per_row=pairs_per_row)
+    batch = batch_of(rows, micro_batch, doc_mask=True, pairs_per_row=pairs_per_row, labelled=labelled)
     assert batch.answers is not None
     if given is None:
         return batch
     values = np.zeros((len(rows), 2 * pairs_per_row), np.float32)
-    counts = [int((row[row != IGNORE_INDEX] & END_BIT != 0).sum()) for row in rows]
-    for row, part in zip(values, given.split(counts), strict=True):
+    for row, part in zip(values, given.split(answers_in(rows)), strict=True):
         row[: len(part)] = part.numpy()
     answers = replace(batch.answers, reference=values.reshape(batch.answers.lengths.shape))
     return replace(batch, answers=answers)
@@ -204,15 +204,21 @@ def batch_of_pairs(rows: Rows, micro_batch: int, pairs_per_row: int, given: Tens
 
 def share_of(state: TrainState, rows: Rows, given: Tensor | None, micro_batch: int, pairs_per_row: int) -> DeviceBatch:
     """This rank's part of a global batch of pairs."""
-    whole, dp = batch_of_pairs(rows, micro_batch, pairs_per_row, given), state.mesh.dp
-    number = len(whole.inputs) // dp.size
-    part = slice(dp.rank * number, (dp.rank + 1) * number)
-    assert whole.answers is not None and whole.starts is not None
-    answers = replace(whole.answers, numbers=whole.answers.numbers[part], lengths=whole.answers.lengths[part])
-    if answers.reference is not None:
-        answers = replace(answers, reference=answers.reference[part])
-    mine = replace(whole, inputs=whole.inputs[part], targets=whole.targets[part], starts=whole.starts[part])
-    return on_device(state, replace(mine, answers=answers))
+    mine, own = of_rank(state, rows, given)
+    return on_device(state, batch_of_pairs(mine, micro_batch, pairs_per_row, own))
+
+
+def of_rank(state: TrainState, rows: Rows, given: Tensor | None) -> tuple[Rows, Tensor | None]:
+    """Rows of a global batch that this rank computes, and the reference of their answers."""
+    parts, rank = np.split(rows, state.mesh.dp.size), state.mesh.dp.rank
+    if given is not None:
+        given = given.split([sum(answers_in(part)) for part in parts])[rank]
+    return parts[rank], given
+
+
+def answers_in(rows: Rows) -> list[int]:
+    """Answers of each row."""
+    return [int((row[row != IGNORE_INDEX] & END_BIT != 0).sum()) for row in rows]
 
 
 @dataclass(frozen=True)
@@ -236,7 +242,8 @@ def pairs_on_rank(backend: Backend, drawn: DrawnPairs, weights: dict[str, Tensor
         read = backend.fetch(named)
         losses.append(read["loss"])
         norms.append(read["norm"])
-        others.append({"targets": read["targets"], **take_means(read)})
+        assert state.preferences is not None
+        others.append({"targets": read["targets"], **state.preferences.means(read)})
     shards = {name: p.detach().cpu() for name, p in state.data_parallel.shards.items()}
     return PairCourse(losses, norms, shards, tuple(others))
 

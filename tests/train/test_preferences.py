@@ -137,6 +137,50 @@ def test_orpo_lowers_its_loss_without_a_reference_in_passes_over_the_rows(folder
     assert not folder.references
 
 
+@pytest.fixture(scope="module")
+def labelled(folder: Folder) -> tuple[str, ...]:
+    """Overrides of a run on the answers of the pairs, which are labelled."""
+    rows = []
+    for line in PAIRS.read_text(encoding="utf-8").splitlines():
+        pair = json.loads(line)
+        for side in ("chosen", "rejected"):
+            rows.append({"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"})
+    source, out = folder.path / "labelled.jsonl", folder.path / "labelled.arrow"
+    source.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    told = in_process("data", "prepare", source, "--labels", "--tokenizer", folder.base, "--out", out)
+    assert told[0] == 0, told
+    return (f"data.path={out}", "finetune.objective=kto")
+
+
+def test_adapters_learn_labels_and_go_on_from_a_checkpoint_exactly(folder: Folder, labelled: tuple[str, ...]) -> None:
+    said = folder.train("kto", *LORA, *labelled)
+    assert "of which 64 are desirable" in said
+    assert folder.losses("kto")[0] == pytest.approx(0.5, abs=1e-6), "a new adapter is the reference itself"
+    folder.train("kto-parts", *LORA, *labelled, "train.steps=3", f"optim.decay_steps={STEPS}")
+    folder.train("kto-parts", *LORA, *labelled)
+    assert folder.losses("kto-parts") == folder.losses("kto")
+    last = folder.records("kto")[-1]
+    assert last["reward_margin"] > 0 and last["kl"] >= 0 and 0 < last["desirable"] < last["answers"]
+    assert "pairs" not in last and last["targets"] > last["answers"]
+
+
+def test_labels_beside_a_stored_reference_are_evaluated(folder: Folder, labelled: tuple[str, ...]) -> None:
+    split = ("train.eval_every=3", "data.validation_fraction=0.2", "train.eval_batches=2")
+    said = folder.train("kto-full", *labelled, *split)
+    files = sorted(folder.path.glob("labelled.arrow.reference-*.npy"))
+    assert len(files) == 2 and all(f"is written to {file}" in said for file in files)
+    assert folder.losses("kto-full")[0] == pytest.approx(0.5, abs=1e-6), "the first weights are the reference itself"
+    record = folder.records("kto-full")[-1]
+    assert record["val_answers"] > 0 and record["val_kl"] >= 0 and 0 <= record["val_reward_accuracy"] <= 1
+    overrides = folder.given("kto-shared", *labelled, *split, "parallel.dp=2", "train.micro_batch=1")
+    train_as_launched(context(), folder.path, folder.path / "run.toml", overrides)
+    assert folder.losses("kto-shared") == pytest.approx(folder.losses("kto-full"), abs=2e-6)
+    assert sorted(folder.path.glob("labelled.arrow.reference-*.npy")) == files
+    assert "holds labelled answers" in folder.train("none", *labelled, "finetune.objective=sft", code=3)
+    assert "nxtrain data prepare --labels" in folder.train("none", "finetune.objective=kto", code=3)
+    assert "from nxtrain data prepare --labels" in folder.train("none", *labelled, "data.source=text", code=2)
+
+
 def test_what_pairs_do_not_go_with_is_refused_with_a_way_out(folder: Folder) -> None:
     said = folder.train("none", "finetune.objective=sft", code=3)
     assert "holds pairs, whose rejected answers are not to be learned; set finetune.objective=dpo or orpo" in said

@@ -1,4 +1,4 @@
-"""Losses, gradients and metrics of DPO and ORPO on a tiny model are those of TRL's trainers.
+"""Losses, gradients and metrics of DPO, ORPO and KTO on a tiny model are those of TRL's trainers.
 
 TRL needs Python 3.11 and a newer transformers than NeuronX Distributed; `scripts/setup.sh` installs it elsewhere.
 """
@@ -21,11 +21,13 @@ from torch import Tensor, nn
 from nxtrain.backends import open_backend
 from nxtrain.common.vocab import END_BIT, IGNORE_INDEX, PROMPT_BIT
 from nxtrain.config.check import Resolved
+from nxtrain.config.finetune_schema import FinetuneConfig
+from nxtrain.data.loader import Batch, swap_answers
 from nxtrain.nn.lora import is_adapter
-from nxtrain.train.preferences import take_means
-from nxtrain.train.step import answer_log_probs, train_step
+from nxtrain.train.step import TrainState, answer_log_probs, train_step
 from nxtrain.train.trainer import on_device
 from tests.support.conversations import FAMILIES, VOCABULARY, write_family
+from tests.support.labelled import Judged, other_answers, rows_of_judged
 from tests.support.lora import adapted, adapters_of, our_name
 from tests.support.models import changed, hf_model, weights_of
 from tests.support.pairs import batch_of_pairs
@@ -124,15 +126,14 @@ def test_dpo_has_the_loss_the_gradients_and_the_metrics_of_trl(method: str, tmp_
     batch = batch_of_pairs(rows_of(pairs, 48), 1, 2)
     if method == "full":
         of_reference = start(backend, resolved, first)
-        actual = torch.stack(answer_log_probs(of_reference, on_device(of_reference, batch))).numpy()
-        assert batch.answers is not None
-        batch = replace(batch, answers=replace(batch.answers, reference=actual))
+        batch = with_log_probs(of_reference, batch)
     state = start(backend, resolved, weights)
     ours = gradient(state, on_device(state, batch))
     assert ours.loss == pytest.approx(loss.item(), abs=BOUND)
     assert max(relative_errors(whole([ours.shards], resolved), gradients_of(trainer.model)).values()) < BOUND
     result = train_step(state, on_device(state, batch), 1e-3)
-    means = take_means(backend.fetch({"pairs": result.num_tokens, **result.others}))
+    assert state.preferences is not None
+    means = state.preferences.means(backend.fetch({"pairs": result.num_tokens, **result.others}))
     assert means["pairs"] == len(pairs)
     for key, theirs in (
         ("reward_chosen", "rewards/chosen"),
@@ -192,9 +193,87 @@ def test_orpo_has_the_loss_the_gradients_and_the_metrics_of_trl(tmp_path: Path) 
     assert ours.loss == pytest.approx(sum(losses) / len(losses), abs=BOUND)
     assert max(relative_errors(whole([ours.shards], resolved), gradients_of(trainer.model)).values()) < BOUND
     result = train_step(state, batch, 1e-3)
-    means = take_means(backend.fetch({"pairs": result.num_tokens, **result.others}))
+    assert state.preferences is not None
+    means = state.preferences.means(backend.fetch({"pairs": result.num_tokens, **result.others}))
     for key, theirs in (("reward_chosen", "rewards/chosen"), ("reward_accuracy", "rewards/accuracies")):
         assert means[key] == pytest.approx(sum(metric[theirs] for metric in metrics) / len(pairs), abs=BOUND), key
+
+
+def kto_trainer(folder: Path, model: Any, reference: Any, config: FinetuneConfig) -> Any:
+    with quiet():
+        from datasets import Dataset
+        from trl.trainer.kto_config import KTOConfig
+        from trl.trainer.kto_trainer import KTOTrainer
+
+        tokenizer = write_family(folder / "tokenizer", FAMILIES["chatml"])
+        tokenizer.pad_token = tokenizer.eos_token
+        rows = Dataset.from_list([{"prompt": "snow", "completion": " and", "label": label} for label in (True, False)])
+        weights = {name: getattr(config, name) for name in ("beta", "desirable_weight", "undesirable_weight")}
+        args = KTOConfig(str(folder / "trl"), **weights, report_to="none", use_cpu=True, bf16=False,
+                         gradient_checkpointing=False, per_device_train_batch_size=2)  # fmt: skip
+        return KTOTrainer(model, reference, args, train_dataset=rows, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_kto_has_the_loss_the_gradients_and_the_metrics_of_trl(method: str, tmp_path: Path) -> None:
+    """One batch of TRL, whose other answers are those of `swap_answers`; ours are two rows of micro-batches of one."""
+    rng, resolved = Random(6), run_of(method, "kto", 2)
+    resolved = changed(resolved, finetune={"desirable_weight": 1.3, "undesirable_weight": 0.8})
+    judged = [[Judged(tuple(a), tuple(b), rng.random() < 0.5) for a, b, _ in drawn_pairs(rng, 4)] for _ in range(2)]
+    base = weights_of(resolved)
+    weights = {**base, **adapters_of(resolved, base)} if method == "lora" else base
+    model: Any = hf_model(resolved, weights=base)
+    generator = torch.Generator().manual_seed(1)
+    first = {name: tensor + 0.02 * torch.randn(tensor.shape, generator=generator) for name, tensor in base.items()}
+    reference = None if method == "lora" else hf_model(resolved, weights=first)
+    if method == "lora":
+        model = adapted(resolved, model)
+    trainer = kto_trainer(tmp_path, model, reference, resolved.config.finetune)
+    trainer.model.eval()
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if parameter.requires_grad and method == "lora":
+                parameter.copy_(weights[our_name(name)])
+    examples = []
+    for row, others in zip(judged, other_answers(judged), strict=True):
+        for answer, other in zip(row, others, strict=True):
+            ids = {"prompt_ids": answer.prompt, "completion_ids": answer.answer, "KL_completion_ids": other.answer}
+            examples.append({**{name: [*value] for name, value in ids.items()}, "label": answer.is_desirable})
+    with quiet():
+        from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
+
+        loss = trainer.compute_loss(trainer.model, DataCollatorForUnpairedPreference(0)(examples))
+        loss.backward()
+    metrics = trainer._metrics["eval"]
+
+    backend, rows = open_backend("cpu"), rows_of_judged(judged, 48)
+    batch = batch_of_pairs(rows, 1, 2, labelled=True)
+    batch = replace(batch, swapped=batch_of_pairs(swap_answers(rows), 1, 2, labelled=True))
+    if method == "full":
+        of_reference = start(backend, resolved, first)
+        batch = with_log_probs(of_reference, replace(batch, swapped=with_log_probs(of_reference, batch.swapped)))
+    state = start(backend, resolved, weights)
+    ours = gradient(state, on_device(state, batch))
+    assert ours.loss == pytest.approx(loss.item(), abs=BOUND)
+    assert max(relative_errors(whole([ours.shards], resolved), gradients_of(trainer.model)).values()) < BOUND
+    result = train_step(state, on_device(state, batch), 1e-3)
+    assert state.preferences is not None
+    means = state.preferences.means(backend.fetch({"answers": result.num_tokens, **result.others}))
+    assert means["answers"] == 8 and metrics["kl"][-1] > 0
+    for key, theirs in (
+        ("reward_chosen", "rewards/chosen"),
+        ("reward_rejected", "rewards/rejected"),
+        ("reward_margin", "rewards/margins"),
+        ("kl", "kl"),
+    ):
+        assert means[key] == pytest.approx(metrics[theirs][-1], abs=2 * BOUND), key
+
+
+def with_log_probs(state: TrainState, batch: Batch | None) -> Batch:
+    """Batch with the log-probabilities of its answers by a model as the reference."""
+    assert batch is not None and batch.answers is not None
+    found = torch.stack(answer_log_probs(state, on_device(state, batch))).numpy()
+    return replace(batch, answers=replace(batch.answers, reference=found))
 
 
 def test_the_frozen_base_is_the_reference_bit_for_bit() -> None:

@@ -35,9 +35,14 @@ CHECKSUMS = "xxh3-64"
 TEXT = "text"
 IDS = "ids"
 PROMPT = "prompt"
+LABEL = "label"
 CONTINUES = "continues"
 """Names of the columns. The optional second column has the length of each document's prompt, in bytes or tokens; or 1
-for a section of a text file that goes on in the next document, else 0."""
+for a section of a text file that goes on in the next document, else 0. In a corpus of labelled answers, a third column
+after the prompts has 1 for a desirable answer, else 0."""
+
+FURTHER_COLUMNS = ((), (PROMPT,), (PROMPT, LABEL), (CONTINUES,))
+"""Columns of numbers that a corpus may have after its documents."""
 
 TEXT_FIELD = pa.field(TEXT, pa.large_string(), nullable=False)
 
@@ -147,14 +152,14 @@ def schema_of(
     field: pa.Field,
     sources: str,
     settings: str = "",
-    extra: str = "",
+    extra: Sequence[str] = (),
     metadata: Mapping[bytes, bytes] | None = None,
 ) -> pa.Schema:
     """Schema of a shard; its metadata names the format, the sources and the settings.
 
     Args:
         settings: Settings that, with the sources, determine the bytes of the corpus, as JSON.
-        extra: Name of the second column, `PROMPT` or `CONTINUES`; empty: none.
+        extra: Names of the further columns, one of `FURTHER_COLUMNS`.
     """
     entries = {
         FORMAT_KEY: str(FORMAT_VERSION).encode(),
@@ -164,10 +169,8 @@ def schema_of(
         CHECKSUMS_KEY: CHECKSUMS.encode(),
         **(metadata or {}),
     }
-    fields = [field]
-    if extra:
-        fields.append(pa.field(extra, pa.int64(), nullable=False))
-    return pa.schema(fields, metadata=entries)
+    further = [pa.field(name, pa.int64(), nullable=False) for name in extra]
+    return pa.schema([field, *further], metadata=entries)
 
 
 def check_schema(schema: pa.Schema, file: Location) -> None:
@@ -184,6 +187,6 @@ def check_schema(schema: pa.Schema, file: Location) -> None:
     kind: Any = columns.get(first)
     is_text = first == TEXT and pa.types.is_large_string(kind)
     is_ids = first == IDS and pa.types.is_large_list(kind) and kind.value_type in {pa.uint16(), pa.uint32()}
-    has_extra = others in ([PROMPT], [CONTINUES]) and columns[others[0]] == pa.int64()
-    if not (is_text or is_ids) or (others and not has_extra):
+    has_numbers = tuple(others) in FURTHER_COLUMNS and all(columns[name] == pa.int64() for name in others)
+    if not (is_text or is_ids) or not has_numbers:
         raise DataError(f"{file} has columns {columns}, not {IDS} or {TEXT}; prepare it again")

@@ -35,7 +35,7 @@ class StoredBatch(NamedTuple):
         offsets: First byte of the rows + 1 offsets.
         values: First byte of the text or the ids.
         size: Bytes of the text or the ids.
-        extra: First byte of the numbers of the second column; 0 if there is none.
+        extra: First byte of the numbers of each further column.
     """
 
     file: int
@@ -43,15 +43,12 @@ class StoredBatch(NamedTuple):
     offsets: int
     values: int
     size: int
-    extra: int = 0
+    extra: tuple[int, ...] = ()
 
     @property
     def stop(self) -> int:
         """Offset after the last byte of the buffers."""
-        stop = self.values + self.size
-        if self.extra:
-            stop = max(stop, self.extra + 8 * self.rows)
-        return stop
+        return max([self.values + self.size, *(first + 8 * self.rows for first in self.extra)])
 
 
 def is_prepared(path: Location) -> bool:
@@ -113,8 +110,8 @@ def _located(file: DataFile, block: ipc.Block, schema: Any, number: int) -> Stor
     if not rows:
         return StoredBatch(number, 0, 0, 0, 0)
     needed = [(offsets, 8 * (rows + 1)), (values, 0)]
-    if batch.num_columns > 1:
-        needed.append((batch.column(1).buffers()[1], 8 * rows))
+    numbers = [further.buffers()[1] for further in batch.columns[1:]]
+    needed += [(buffer, 8 * rows) for buffer in numbers]
     base = content.ctypes.data
     for buffer, least in needed:
         inside = buffer is not None and 0 <= buffer.address - base <= content.size - buffer.size
@@ -123,5 +120,5 @@ def _located(file: DataFile, block: ipc.Block, schema: Any, number: int) -> Stor
     if rows != batch.num_rows or column.offset:
         raise pa.ArrowInvalid(f"a batch of {batch.num_rows:,} documents has {rows:,} in its column")
     shift = block.offset - base
-    extra = needed[-1][0].address + shift if batch.num_columns > 1 else 0
+    extra = tuple(buffer.address + shift for buffer in numbers)
     return StoredBatch(number, rows, offsets.address + shift, values.address + shift, values.size, extra)

@@ -1,24 +1,22 @@
-"""Preference data: two answers to one prompt, as strings or as turns of a conversation, become two documents.
+"""Preference data: answers to a prompt, as strings or as turns of a conversation, become documents.
 
-The forms are those of Hugging Face's data sets: `chosen` and `rejected` beside a `prompt`, or with a prompt that both
-begin with.
+The forms are those of Hugging Face's data sets. A pair has `chosen` and `rejected` beside a `prompt`, or with a prompt
+that both begin with. A labelled answer has `prompt`, `completion` and `label`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from nxtrain.data.arrow.chat import ChatTemplate, Message, checked_turns
-from nxtrain.data.arrow.rows import INVALID_UTF8, MISSING_FIELD, WRONG_TYPE, BadRowError
-
-FIELDS = ("prompt", "chosen", "rejected")
-"""Fields or columns of a pair; the first one may be absent."""
+from nxtrain.data.arrow.rows import INVALID_UTF8, LABELLED, MISSING_FIELD, PAIR, WRONG_TYPE, BadRowError
 
 BAD_PAIR = "bad pair"
+BAD_ANSWER = "bad answer"
 
 
-class PairWriter:
-    """Writer of the documents of pairs.
+class AnswerWriter:
+    """Writer of the documents of pairs and of labelled answers.
 
     Args:
         chat: Template by which turns are written; None: prompts and answers are strings.
@@ -27,19 +25,19 @@ class PairWriter:
     def __init__(self, chat: ChatTemplate | None) -> None:
         self._chat = chat
 
-    def documents(self, values: Sequence[object]) -> Iterator[tuple[bytes, int]]:
+    def pair(self, values: Sequence[object]) -> Iterator[tuple[bytes, int]]:
         """Documents of a pair: the chosen answer, then the rejected one, each with the bytes of its prompt.
 
         Args:
             values: Prompt, or None, then the chosen and the rejected answer.
         """
-        for name, value in zip(FIELDS[1:], values[1:], strict=True):
+        for name, value in zip(PAIR, values[1:], strict=True):
             if value is None:
                 raise BadRowError(MISSING_FIELD, f'no "{name}"; a pair has "chosen", "rejected" and perhaps "prompt"')
         if self._chat is not None:
             yield from self._of_turns(self._chat, values)
             return
-        prompt, chosen, rejected = (_text(name, value) for name, value in zip(FIELDS, values, strict=True))
+        prompt, chosen, rejected = (_text(name, value) for name, value in zip(("prompt", *PAIR), values, strict=True))
         if values[0] is None:
             prompt = _shared_text(chosen, rejected)
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
@@ -47,12 +45,38 @@ class PairWriter:
         for answer in (chosen, rejected):
             yield (prompt + answer).encode(), len(prompt.encode())
 
+    def labelled(self, values: Sequence[object]) -> Iterator[tuple[bytes, int]]:
+        """Document of an answer, with the bytes of its prompt.
+
+        Args:
+            values: Prompt, answer, and True if the answer is desirable.
+        """
+        names = ("prompt", *LABELLED)
+        for name, value in zip(names, values, strict=True):
+            if value is None:
+                raise BadRowError(MISSING_FIELD, f'no "{name}"; a row has "prompt", "completion" and "label"')
+        if not isinstance(values[2], bool):
+            raise BadRowError(WRONG_TYPE, '"label" is neither true nor false')
+        if self._chat is None:
+            prompt, answer = (_text(name, value) for name, value in zip(names[:2], values[:2], strict=True))
+            _refuse_blank(BAD_ANSWER, {"prompt": prompt, "completion": answer})
+            yield (prompt + answer).encode(), len(prompt.encode())
+            return
+        turns = _turns("prompt", values[0], "user")
+        answers = _turns("completion", values[1], "assistant")
+        if len(answers) != 1 or answers[0]["role"] != "assistant":
+            raise BadRowError(
+                BAD_ANSWER, f"completion has {len(answers)} turns; an answer is one turn of the assistant"
+            )
+        _refuse_blank(BAD_ANSWER, {"completion": answers[0]["content"]})
+        yield self._chat.last_answer([*turns, *answers])
+
     def _of_turns(self, chat: ChatTemplate, values: Sequence[object]) -> Iterator[tuple[bytes, int]]:
         prompt: list[Message] = []
         if values[0] is not None:
             prompt = _turns("prompt", values[0], "user")
         talks = []
-        for name, value in zip(FIELDS[1:], values[1:], strict=True):
+        for name, value in zip(PAIR, values[1:], strict=True):
             turns = _turns(name, value, "assistant")
             if not _holds(turns, prompt):
                 turns = [*prompt, *turns]
@@ -63,7 +87,7 @@ class PairWriter:
             shared += 1
         if shared == len(chosen) == len(rejected):
             _refuse_useless("equal", "equal")
-        for name, turns in zip(FIELDS[1:], talks, strict=True):
+        for name, turns in zip(PAIR, talks, strict=True):
             if len(turns) != shared + 1 or turns[-1]["role"] != "assistant":
                 detail = f"{name} has {len(turns) - shared} turns after the {shared} that both answers share"
                 raise BadRowError(BAD_PAIR, f"{detail}; an answer is one turn of the assistant")
@@ -114,6 +138,10 @@ def _shared_text(chosen: str, rejected: str) -> str:
 def _refuse_useless(chosen: str, rejected: str) -> None:
     if chosen == rejected:
         raise BadRowError(BAD_PAIR, "both answers are equal, so that none is preferred; remove the pair")
-    for name, answer in zip(FIELDS[1:], (chosen, rejected), strict=True):
-        if not answer.strip():
-            raise BadRowError(BAD_PAIR, f"{name} has no text after the prompt; remove the pair")
+    _refuse_blank(BAD_PAIR, {"chosen": chosen, "rejected": rejected})
+
+
+def _refuse_blank(reason: str, texts: Mapping[str, str]) -> None:
+    for name, text in texts.items():
+        if not text.strip():
+            raise BadRowError(reason, f"{name} has no text; remove the row")

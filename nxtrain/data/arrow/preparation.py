@@ -25,6 +25,7 @@ from nxtrain.data.arrow.columns import (
     END_KEY,
     FORMAT_KEY,
     FORMAT_VERSION,
+    LABEL,
     ORIGIN_KEY,
     PAIRS_KEY,
     PROMPT,
@@ -39,8 +40,19 @@ from nxtrain.data.arrow.columns import (
     text_array,
 )
 from nxtrain.data.arrow.hub_files import HubAddress, HubFiles
-from nxtrain.data.arrow.preferences import FIELDS, PairWriter
-from nxtrain.data.arrow.rows import BINARY, DEFECTS, BadRow, Fields, ReadProgress, SourceRow, is_blank, text_rows
+from nxtrain.data.arrow.preferences import AnswerWriter
+from nxtrain.data.arrow.rows import (
+    BINARY,
+    DEFECTS,
+    LABELLED,
+    PAIR,
+    BadRow,
+    Fields,
+    ReadProgress,
+    SourceRow,
+    is_blank,
+    text_rows,
+)
 from nxtrain.data.arrow.sources import Source, find_sources, fingerprint, summary, versions
 from nxtrain.data.arrow.tables import table_rows
 from nxtrain.data.arrow.work import (
@@ -75,6 +87,7 @@ _EXAMPLES = {
     "--prompt": '{"prompt": "...", "text": "..."}',
     "--chat": '{"messages": [{"role": "user", "content": "..."}, ...]}',
     "--pairs": '{"prompt": "...", "chosen": "...", "rejected": "..."}',
+    "--labels": '{"prompt": "...", "completion": "...", "label": true}',
 }
 
 
@@ -93,6 +106,7 @@ class PreparationRequest:
         prompt: Field or column of the prompts, which come before the documents and are not targets; empty: none.
         chat: The field holds conversations, which the tokenizer's chat template writes.
         pairs: Rows are pairs of answers, strings or with `chat` turns.
+        labels: Rows are answers with labels, likewise.
         mixed: A folder may hold text next to other formats.
         sections: Text files are read in sections of at most `SECTION_BYTES`, which continue each other.
     """
@@ -111,6 +125,7 @@ class PreparationRequest:
     mixed: bool = False
     sections: bool = False
     pairs: bool = False
+    labels: bool = False
 
 
 class Watcher:
@@ -173,35 +188,33 @@ def prepare_sources(request: PreparationRequest, sources: Sequence[Source], watc
     """Prepare a corpus of files that are recognised already; raises the errors of `prepare_corpus`."""
     outputs = Outputs(request.out)
     _check_fields(request, sources)
-    fields = Fields(request.field, request.prompt, sections=request.sections)
     settings: dict[str, object] = {"field": request.field, "lines": request.lines, "tokenizer": ""}
     settings["shard_bytes"] = request.shard_bytes
     metadata: dict[bytes, bytes] = {}
     field = TEXT_FIELD
     to_array: ToArray = text_array
+    chat: ChatTemplate | None = None
     if request.tokenizer:
         tokenizer = open_tokenizer(request.tokenizer)
         settings["tokenizer"] = tokenizer.digest
         metadata[TOKENIZER_KEY] = tokenizer.digest.encode()
         metadata[END_KEY] = tokenizer.end.encode()
         metadata[END_ID_KEY] = str(tokenizer.end_id).encode()
-        chat: ChatTemplate | None = None
         if request.chat:
             chat = ChatTemplate(tokenizer)
-            fields = replace(fields, chat=chat.documents)
             settings["chat"] = chat.digest
             tokenizer = with_special_tokens(tokenizer)
         if request.pairs:
-            fields = Fields("", FIELDS[0], pairs=PairWriter(chat).documents)
-            settings["pairs"] = True
-            metadata[PAIRS_KEY] = b"1"
+            settings["pairs"], metadata[PAIRS_KEY] = True, b"1"
+        if request.labels:
+            settings["labels"] = True
         dtype = np.promote_types(tokenizer.dtype, np.uint16)
         field, to_array = ids_field(dtype), partial(ids_array, tokenizer, dtype)
-    extra = PROMPT if request.prompt or request.chat or request.pairs else ""
+    fields, extra = _form(request, chat)
     if request.prompt:
         settings["prompt"] = request.prompt
     if request.sections:
-        extra, settings["sections"] = CONTINUES, True
+        settings["sections"] = True
     origin, settings_text = fingerprint(sources), json.dumps(settings, sort_keys=True)
     identity = {"sources": origin, "settings": settings_text}
     addresses = [f"{source.address}" for source in request.sources if isinstance(source, HubFiles)]
@@ -230,6 +243,20 @@ def prepare_sources(request: PreparationRequest, sources: Sequence[Source], watc
     finally:
         work.close()
     return PreparationOutcome(outputs, read_summary(outputs.summary), is_new=True)
+
+
+def _form(request: PreparationRequest, chat: ChatTemplate | None) -> tuple[Fields, tuple[str, ...]]:
+    """Fields of the rows, and the further columns of the corpus."""
+    if request.pairs:
+        return Fields("", PROMPT, answers=AnswerWriter(chat).pair), (PROMPT,)
+    if request.labels:
+        return Fields("", PROMPT, answers=AnswerWriter(chat).labelled, values=LABELLED), (PROMPT, LABEL)
+    if chat is not None:
+        return Fields(request.field, chat=chat.documents), (PROMPT,)
+    fields = Fields(request.field, request.prompt, sections=request.sections)
+    if request.sections:
+        return fields, (CONTINUES,)
+    return fields, (PROMPT,) if request.prompt else ()
 
 
 def source_rows(
@@ -269,13 +296,19 @@ class _Copy:
     """Writes the documents of sources in batches, after the position of the work."""
 
     def __init__(
-        self, request: PreparationRequest, to_array: ToArray, extra: str, work: PreparationWork, watcher: Watcher
+        self,
+        request: PreparationRequest,
+        to_array: ToArray,
+        extra: Sequence[str],
+        work: PreparationWork,
+        watcher: Watcher,
     ) -> None:
         self._request, self._work, self._watcher = request, work, watcher
         self._to_array, self._extra = to_array, extra
         self._texts: list[bytes] = []
         self._prompts: list[int] = []
         self._continued: list[int] = []
+        self._labels: list[int] = []
         self._num_bytes = self._num_read = 0
 
     def run(self, sources: Sequence[Source], fields: Fields) -> None:
@@ -294,6 +327,7 @@ class _Copy:
             self._texts.append(row.text)
             self._prompts.append(row.prompt)
             self._continued.append(int(row.continues))
+            self._labels.append(int(row.is_desirable))
             self._num_bytes += len(row.text)
             # A position is after a whole row: all documents of a conversation go into one batch.
             if row.is_last and (self._num_bytes >= batch_bytes or len(self._texts) >= BATCH_ROWS):
@@ -320,13 +354,10 @@ class _Copy:
         counts.num_bytes += self._num_bytes
         if pa.types.is_large_list(array.type):
             counts.tokens += len(array.values)
-        arrays = [array]
-        if self._extra == PROMPT:
-            arrays.append(pa.array(lengths, pa.int64()))
-        elif self._extra == CONTINUES:
-            arrays.append(pa.array(self._continued, pa.int64()))
+        columns = {PROMPT: lengths, LABEL: self._labels, CONTINUES: self._continued}
+        arrays = [array, *(pa.array(columns[name], pa.int64()) for name in self._extra)]
         self._work.add_batch(arrays, position)
-        for values in (self._texts, self._prompts, self._continued):
+        for values in (self._texts, self._prompts, self._continued, self._labels):
             values.clear()
         self._num_bytes = 0
         self._watcher.advance(self._num_read, counts)
@@ -374,10 +405,13 @@ def _check(request: PreparationRequest) -> None:
 
 def _check_fields(request: PreparationRequest, sources: Sequence[Source]) -> None:
     """Refuse sources without fields for prompts and conversations."""
-    if request.pairs and (request.prompt or request.field != "text"):
-        raise ConfigError(f"--pairs reads the fields {', '.join(FIELDS)}; leave --prompt and --field out")
-    if request.pairs and request.tokenizer is None:
-        raise ConfigError("--pairs writes pairs of answers as ids; give the folder of their tokenizer with --tokenizer")
+    if request.pairs and request.labels:
+        raise ConfigError("--pairs and --labels: a row has two answers, or one with a label; give one of the two")
+    for name, is_given, values in (("--pairs", request.pairs, PAIR), ("--labels", request.labels, LABELLED)):
+        if is_given and (request.prompt or request.field != "text"):
+            raise ConfigError(f"{name} reads the fields {', '.join((PROMPT, *values))}; leave --prompt and --field out")
+        if is_given and request.tokenizer is None:
+            raise ConfigError(f"{name} writes answers as ids; give the folder of their tokenizer with --tokenizer")
     if request.chat and request.prompt:
         raise ConfigError("--chat and --prompt: the turns before an answer are its prompt; give one of the two")
     if request.chat and request.tokenizer is None:
@@ -387,8 +421,8 @@ def _check_fields(request: PreparationRequest, sources: Sequence[Source]) -> Non
     if request.prompt == request.field:
         raise ConfigError(f"--prompt {request.prompt} and --field {request.field} are one field; name two")
     option = "--chat" if request.chat else "--prompt" if request.prompt else ""
-    if request.pairs:
-        option = "--pairs"
+    if request.pairs or request.labels:
+        option = "--pairs" if request.pairs else "--labels"
     if not option:
         return
     for source in sources:

@@ -16,6 +16,7 @@ from nxtrain.common.io.object_store import Location
 from nxtrain.data.arrow.columns import (
     CONTINUES,
     IDS,
+    LABEL,
     PAIRS_KEY,
     PROMPT,
     SETTINGS_KEY,
@@ -43,6 +44,7 @@ class PreparedCorpus:
         is_ids: Documents are token ids; else text.
         has_prompts: Documents begin with a prompt, which is not a target.
         has_pairs: Documents are answers, two for each pair.
+        has_labels: Documents are answers, each desirable or not.
         dtype: Type of the ids; bytes for text.
         tokenizer: Digest of the tokenizer that made the ids; empty for text.
         num_bytes: Bytes of the files.
@@ -80,6 +82,7 @@ class PreparedCorpus:
         self.is_ids = schemas[0].names[0] == IDS
         self.has_prompts = PROMPT in schemas[0].names
         self.has_pairs = PAIRS_KEY in self.metadata
+        self.has_labels = LABEL in schemas[0].names
         self._has_sections = CONTINUES in schemas[0].names
         self.dtype: np.dtype[Any] = np.dtype(np.uint8)
         if self.is_ids:
@@ -179,6 +182,16 @@ class PreparedCorpus:
                 self._damaged(begin, "the offsets of its batch descend, or point outside of the batch")
             yield lengths
 
+    def labels(self) -> NDArray[np.bool_]:
+        """True for each desirable answer of a corpus with labels: (documents,)."""
+        found = [np.empty(0, np.int64)]
+        for batch, begin in zip(self._batches, self._begins, strict=False):
+            if batch.rows:
+                found.append(np.frombuffer(self._pread(batch.file, batch.extra[1], 8 * batch.rows, begin), np.int64))
+                if not np.isin(found[-1], (0, 1)).all():
+                    self._damaged(begin, "a label of its batch is neither 0 nor 1")
+        return np.concatenate(found).astype(np.bool_)
+
     def _batch_of(self, document: int) -> tuple[StoredBatch, int]:
         """Batch of a document, and the document's row in it."""
         number = bisect_right(self._begins, document) - 1
@@ -187,7 +200,7 @@ class PreparedCorpus:
     def _extra(self, document: int) -> int:
         """Number of a document in the second column."""
         batch, row = self._batch_of(document)
-        return int(np.frombuffer(self._pread(batch.file, batch.extra + 8 * row, 8, document), np.int64)[0])
+        return int(np.frombuffer(self._pread(batch.file, batch.extra[0] + 8 * row, 8, document), np.int64)[0])
 
     def _read(self, document: int) -> bytes:
         if not 0 <= document < len(self):

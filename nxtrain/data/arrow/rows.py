@@ -41,6 +41,7 @@ class SourceRow(NamedTuple):
         prompt: Bytes of the prompt, with which the text begins.
         is_last: No further document comes from the row.
         continues: The text is a section of a file, and goes on with the next row.
+        is_desirable: Label of an answer.
     """
 
     text: bytes
@@ -49,6 +50,7 @@ class SourceRow(NamedTuple):
     prompt: int = 0
     is_last: bool = True
     continues: bool = False
+    is_desirable: bool = False
 
 
 class BadRow(NamedTuple):
@@ -77,8 +79,13 @@ ReadProgress: TypeAlias = Callable[[int], None]
 ChatWriter: TypeAlias = Callable[[object], Iterator[tuple[bytes, int]]]
 """Function that makes documents of a conversation, each with the bytes of its prompt; raises BadRowError."""
 
-PairsWriter: TypeAlias = Callable[[Sequence[Any]], Iterator[tuple[bytes, int]]]
-"""Function that makes the two documents of a pair from its prompt, or None, and its answers; raises BadRowError."""
+AnswersWriter: TypeAlias = Callable[[Sequence[Any]], Iterator[tuple[bytes, int]]]
+"""Function that makes documents of the answers of a row, from its prompt, or None, and two values; raises
+BadRowError."""
+
+PAIR = ("chosen", "rejected")
+LABELLED = ("completion", "label")
+"""Fields of a row after its prompt: two answers, or one answer and whether it is desirable."""
 
 
 @dataclass(frozen=True)
@@ -90,41 +97,45 @@ class Fields:
         prompt: Field of the prompts, each of which comes before its document; empty: none.
         chat: Writer of conversations; None: the field is text.
         sections: A text file is read in sections, so that a file of any size fits the memory.
-        pairs: Writer of pairs of answers, which are in the fields `chosen` and `rejected`; None: other documents.
+        answers: Writer of answers, which are in the fields `values`; None: other documents.
+        values: `PAIR` or `LABELLED`, of answers.
     """
 
     text: str
     prompt: str = ""
     chat: ChatWriter | None = None
     sections: bool = False
-    pairs: PairsWriter | None = None
+    answers: AnswersWriter | None = None
+    values: tuple[str, str] = PAIR
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the fields, in the order of the document."""
-        if self.pairs is not None:
-            return (*filter(None, [self.prompt]), "chosen", "rejected")
+        if self.answers is not None:
+            return (*filter(None, [self.prompt]), *self.values)
         return (self.prompt, self.text) if self.prompt else (self.text,)
 
     def rows(self, values: Sequence[Any], row: int, offset: int) -> Iterator[SourceRow]:
         """Documents of one row.
 
         Args:
-            values: Values of the fields: texts in UTF-8, a conversation, or what the fields of a pair hold.
+            values: Values of the fields: texts in UTF-8, a conversation, or what the fields of answers hold.
         """
-        if self.chat is None and self.pairs is None:
+        if self.chat is None and self.answers is None:
             num_prompt = 0
             if self.prompt:
                 num_prompt = len(values[0])
             yield SourceRow(b"".join(values), row, offset, num_prompt)
             return
-        if self.pairs is not None:
-            documents = list(self.pairs([*[None] * (3 - len(values)), *values]))
+        if self.answers is not None:
+            documents = list(self.answers([*[None] * (3 - len(values)), *values]))
         else:
             assert self.chat is not None
             documents = list(self.chat(values[0])) or [(b"", 0)]
         for number, (text, prompt) in enumerate(documents, 1):
-            yield SourceRow(text, row, offset, prompt, is_last=number == len(documents))
+            is_desirable = self.values == LABELLED and values[-1] is True
+            is_last = number == len(documents)
+            yield SourceRow(text, row, offset, prompt, is_last=is_last, is_desirable=is_desirable)
 
 
 DEFECTS = (OSError, EOFError, pa.ArrowException, UnicodeDecodeError, SystemError)
@@ -371,7 +382,7 @@ def _json_values(line: bytes, fields: Fields) -> list[Any]:
     if not isinstance(record, dict):
         wanted = ", ".join(f'"{field}": "..."' for field in fields.names)
         raise BadRowError(WRONG_TYPE, f"{_kind(record)}, not an object such as {{{wanted}}}")
-    if fields.pairs:
+    if fields.answers:
         return [record.get(field) for field in fields.names]
     if fields.chat:
         return [record.get(fields.text)]

@@ -145,8 +145,8 @@ def _opened(mapped: Any, is_file: bool, options: Any = None) -> Any:
 
 
 def _present(schema: pa.Schema, fields: Fields) -> Fields:
-    """Fields without the prompt of pairs, if there is no such column."""
-    if fields.pairs is not None and fields.prompt not in schema.names:
+    """Fields without the prompt of answers, if there is no such column."""
+    if fields.answers is not None and fields.prompt not in schema.names:
         return replace(fields, prompt="")
     return fields
 
@@ -162,7 +162,7 @@ def _column_defect(schema: pa.Schema, field: str, fields: Fields) -> tuple[str, 
         names = ", ".join(schema.names[:8]) or "none"
         return MISSING_FIELD, f'no column "{field}"; columns: {names}; choose one with --field'
     kind = schema.field(field).type
-    if fields.pairs is not None and _holds_turns(kind):
+    if fields.answers is not None and (_holds_turns(kind) or pa.types.is_boolean(kind)):
         return None
     if fields.chat is not None:
         if not _holds_turns(kind):
@@ -185,7 +185,7 @@ def _holds_turns(kind: pa.DataType) -> bool:
 
 def _documents(columns: Sequence[Any], begin: int, start: int, fields: Fields) -> Iterator[SourceRow | BadRow]:
     """Rows of columns whose first value is that of row `begin` + 1; rows up to `start` are skipped."""
-    if fields.pairs is not None:
+    if fields.answers is not None:
         yield from _written(
             [_values(*named) for named in zip(columns, fields.names, strict=True)], begin, start, fields
         )
@@ -232,6 +232,9 @@ def _values(column: Any, field: str) -> Iterator[Any]:
     """Strings or conversations of a part of a column, None for null, and an error for what is no text."""
     if _holds_turns(column.type):
         yield from _turns(column)
+        return
+    if pa.types.is_boolean(column.type):
+        yield from column.to_pylist()
         return
     for text in document_bytes(column, MAX_DOCUMENT_BYTES):
         defect = None

@@ -26,7 +26,7 @@ from nxtrain.common.process.console import standard_error
 from nxtrain.common.process.progress import Progress
 from nxtrain.common.vocab import END_BIT
 from nxtrain.data.arrow.columns import END_ID_KEY, END_KEY
-from nxtrain.data.arrow.pairs import check_pairs
+from nxtrain.data.arrow.pairs import check_answers
 from nxtrain.data.arrow.preparation import OnBad, PreparationRequest, Watcher, prepare_sources
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.sources import find_sources, fingerprint, versions
@@ -38,6 +38,7 @@ from nxtrain.data.corpora import stdlib_files, text_files
 from nxtrain.data.mixture import Mixture
 from nxtrain.data.order import shuffled
 from nxtrain.data.prepare import Prepared, digest
+from nxtrain.data.samples import AnswerRows
 from nxtrain.data.storage import Tokens, cache_folder, refusing
 from nxtrain.data.tokenization import KnownTokenizer, TextTokenizer, load_tokenizer, train_bpe
 
@@ -197,7 +198,7 @@ def prepare_corpora(
     workdir: Path,
     of_weights: Callable[[], KnownTokenizer | None] = lambda: None,
     validation_rows: int = 0,
-    has_pairs: bool = False,
+    answers: AnswerRows | None = None,
 ) -> Prepared:
     """Make or check the corpora of a run, and write its tokenizer and token files, unless they are written already.
 
@@ -205,12 +206,12 @@ def prepare_corpora(
 
     Args:
         validation_rows: Most rows that an evaluation reads of a prepared corpus; 0: the run does not evaluate.
-        has_pairs: The run is on pairs, whose rows are packed without a file.
+        answers: Rows of a run on answers, which are packed without a file.
     """
     clear_drafts(workdir)
     run = open_corpora(config, workdir)
     for corpus in run.corpora:
-        check_pairs(corpus, has_pairs)
+        check_answers(corpus, answers)
     given = KnownTokenizer(Path(config.tokenizer).expanduser()) if config.tokenizer else of_weights()
     has_ids = any(corpus.is_ids for corpus in run.corpora)
     trained = given is None and not has_ids
@@ -233,7 +234,7 @@ def prepare_corpora(
         end_id = int(first.metadata[END_ID_KEY])
     encoded = partial(Documents, tokenizer=tokenizer, vocab_size=vocab_size)
     validation: Path | None = None
-    if not has_pairs:
+    if answers is None:
         validation = _write_validation(config, run, identity, encoded, validation_rows * seq_len + 1, workdir)
     train = str(first.path)
     if run.is_text:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -241,15 +241,22 @@ def zero_batch(resolved: Resolved, state: TrainState) -> DeviceBatch:
     starts = None
     if resolved.config.data.doc_mask:
         starts = tokens
-    answers: list[Tensor] = []
+    answers: dict[str, Tensor] | None = None
+    tuning = resolved.config.finetune
     if state.preferences is not None:
-        values = torch.zeros(num_micro, train.micro_batch, 2 * resolved.config.finetune.pairs_per_row)
-        answers = [tokens, values]
-        if resolved.config.finetune.stores_reference:
-            answers.append(values)
+        values = torch.zeros(num_micro, train.micro_batch, 2 * tuning.pairs_per_row)
+        answers = {"numbers": tokens, "lengths": values}
+        if tuning.stores_reference:
+            answers["reference"] = values
+        if tuning.objective == "kto":
+            answers["labels"] = values
     padding = tokens.bool() if state.has_padding else None
     tokens_axis = mesh.tp if state.sequence_parallel else None
-    return DeviceBatch.of(tokens, tokens, state.backend.put, starts, state.positions, answers, padding, tokens_axis)
+    given = (state.backend.put, starts, state.positions, answers, padding, tokens_axis)
+    batch = DeviceBatch.of(tokens, tokens, *given)
+    if tuning.objective == "kto":
+        batch = replace(batch, swapped=DeviceBatch.of(tokens, tokens, *given))
+    return batch
 
 
 def _own(x: Tensor) -> Tensor:

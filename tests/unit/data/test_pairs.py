@@ -164,7 +164,7 @@ def test_a_bad_pair_is_named_by_its_row_or_skipped_whole(name: str, tmp_path: Pa
 def test_options_that_pairs_contradict_are_refused(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "pairs.jsonl", [GOOD])
     for options, reason in (
-        ({"tokenizer": None}, "--pairs writes pairs of answers as ids"),
+        ({"tokenizer": None}, "--pairs writes answers as ids"),
         ({"prompt": "x"}, "--pairs reads the fields prompt, chosen, rejected"),
     ):
         request = PreparationRequest([source], tmp_path / "out.arrow", pairs=True, **options)
@@ -238,7 +238,7 @@ def answers_in(batch: Batch) -> list[tuple[int, ...]]:
 def test_ranks_and_micro_batches_share_whole_pairs(dp: int, micro: int, tmp_path: Path) -> None:
     samples, documents = samples_of(tmp_path, Random(9), 30)
     reference = np.arange(len(documents), dtype=np.float32)
-    samples = samples.with_reference(reference)
+    samples = samples.with_reference(reference[None])
     answers = [tuple(ids[max(1, prompt) :]) for ids, prompt in documents]
     of_ranks = [
         Loader(samples, BatchShare(4, micro, rank, dp), seed=0, shuffle=False, doc_mask=True) for rank in range(dp)

@@ -194,7 +194,7 @@ def test_a_damaged_length_of_a_prompt_is_named(tmp_path: Path, tokenizer: TextTo
     list(islice(documents.lane(LaneOrder(1, 0, False), 0), 3))
     (batch,) = corpus._batches
     content = bytearray(path.read_bytes())
-    content[batch.extra + 8 : batch.extra + 16] = length.to_bytes(8, "little", signed=True)
+    content[batch.extra[0] + 8 : batch.extra[0] + 16] = length.to_bytes(8, "little", signed=True)
     path.write_bytes(content)
     damaged = Documents(PreparedCorpus(path), tokenizer, VOCABULARY, 0.0)
     with pytest.raises(DataError, match=r"document 1 of 23, is damaged: its prompt has a length of"):

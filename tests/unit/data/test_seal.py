@@ -86,10 +86,10 @@ def regions(path: Path, shard: int) -> Iterator[tuple[str, int, int]]:
         yield "offsets", batch.offsets, batch.offsets + 8 * (batch.rows + 1)
         yield "values", batch.values, batch.values + batch.size
         last = batch.values + batch.size
-        if batch.extra:
-            yield "before prompts", last, batch.extra
-            last = batch.extra + 8 * batch.rows
-            yield "prompts", batch.extra, last
+        for extra in batch.extra:
+            yield "before prompts", last, extra
+            last = extra + 8 * batch.rows
+            yield "prompts", extra, last
     yield "end of stream", last, covered
     yield "table", covered, footer - SEAL_BYTES
     yield "seal", footer - SEAL_BYTES, footer
