@@ -103,13 +103,14 @@ def evaluate(
         ),
     ],
     tasks: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NAME,...",
             help="Suites or tasks, with :SHOTS for the number of solved examples: offline, held_out, cloze, copying, "
             "induction, arithmetic, recipe, or any of the lm-evaluation-harness; list shows them.",
+            show_default="offline, without --pairs",
         ),
-    ] = "offline",
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every checkpoint that is kept, not only the newest.")] = False,
     limit: Annotated[
         int,
@@ -120,30 +121,44 @@ def evaluate(
         Path | None,
         typer.Option(metavar="DIR", help="Your own tasks, in the harness's YAML.", parser=local_path),
     ] = None,
+    pairs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.arrow", help="Pairs of answers, of data prepare --pairs: preferences.", parser=local_path
+        ),
+    ] = None,
+    reference: Annotated[
+        str, typer.Option(metavar="RUN_OR_HF", help="Model with which answers of pairs are compared, as in DPO.")
+    ] = "",
+    beta: Annotated[float, number(1e-9, 1e9, help="Factor of rewards beside a reference.")] = 0.1,
     tp: Annotated[int, integer(1, MAX_RANKS, help="Ranks that share each model; others share the requests.")] = 1,
     visible_cores: Cores = "",
     as_json: AsJson = False,
 ) -> None:
-    """Measure a trained model by tasks that need no network, or by those of the lm-evaluation-harness.
+    """Measure a trained model by tasks that need no network, by those of the lm-evaluation-harness, or on pairs.
 
     Results are added to evaluations.jsonl of the run folder; what is there already is not computed again. Under
     torchrun, the ranks share the requests, or with --tp the model, and the first one prints.
     """
-    names = tuple(name.strip() for name in tasks.split(",") if name.strip())
-    if not names:
+    names = tuple(name.strip() for name in (tasks or "").split(",") if name.strip())
+    if tasks is not None and not names:
         raise ConfigError(f"--tasks {tasks!r} names no task; give NAME,..., or leave it out for the offline suite")
     if names in {("list",), ("help",)}:
         from nxtrain.tools.eval.suites import listed
 
         typer.echo(listed())
         return
+    if reference and pairs is None:
+        raise ConfigError(f"--reference {reference} compares answers of pairs; name their file with --pairs")
     checkpoint = _on_storage(checkpoint)
     placement = _start_anew(checkpoint, visible_cores, tokens=EVAL_TOKENS)
     from nxtrain.common.process.console import standard_error
     from nxtrain.tools.eval.command import Options, table
     from nxtrain.tools.eval.command import evaluate as evaluate_checkpoints
 
-    options = Options(names, every, seed, limit, task_dir, tp)
+    if reference:
+        reference = _on_storage(reference)
+    options = Options(names, every, seed, limit, task_dir, tp, pairs, reference, beta)
     evaluations = evaluate_checkpoints(checkpoint, options, standard_error().print)
     if not placement.is_leader:
         return

@@ -137,6 +137,25 @@ def test_orpo_lowers_its_loss_without_a_reference_in_passes_over_the_rows(folder
     assert not folder.references
 
 
+@pytest.mark.parametrize("name", ["eval-lora", "eval-full"])
+def test_an_evaluation_on_the_pairs_has_the_means_of_the_run(folder: Folder, name: str) -> None:
+    """By the checkpoint beside the base, and without a reference."""
+    split = ("train.eval_every=6", f"data.validation_path={folder.corpus}", "train.eval_batches=100")
+    folder.train(name, *(LORA if name == "eval-lora" else ()), *split)
+    record = folder.records(name)[-1]
+    given = ("eval", folder.path / name, "--pairs", folder.corpus, "--json")
+    code, text, said = in_process(*given, "--reference", folder.base)
+    assert code == 0, said
+    found = json.loads(text)["tasks"]["preferences"]
+    assert (found["n"], found["left_out"]) == (64, 0) and record["val_pairs"] == 64
+    assert found["accuracy"] == pytest.approx(record["val_reward_accuracy"], abs=1e-9)
+    for key in ("reward_chosen", "reward_rejected"):
+        assert found[key] == pytest.approx(record[f"val_{key}"], abs=2e-5), key
+    assert found["margin"] == pytest.approx(record["val_reward_margin"], abs=2e-5) != 0
+    alone = json.loads(in_process(*given)[1])["tasks"]["preferences"]
+    assert 0 <= alone["accuracy_per_token"] <= 1 and alone["margin"] != found["margin"]
+
+
 @pytest.fixture(scope="module")
 def labelled(folder: Folder) -> tuple[str, ...]:
     """Overrides of a run on the answers of the pairs, which are labelled."""

@@ -25,6 +25,7 @@ from nxtrain.common.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, EVALUATION_C
 from nxtrain.tools.eval.harness import HarnessTask, definition_of
 from nxtrain.tools.eval.led_scorer import lead
 from nxtrain.tools.eval.offline import offline_task, texts_of
+from nxtrain.tools.eval.pairs import PairsTask
 from nxtrain.tools.eval.scorer import Scorer
 from nxtrain.tools.eval.suites import Choice, choose_tasks
 from nxtrain.tools.eval.task import Metrics, Task, is_number
@@ -47,6 +48,9 @@ class Options:
     limit: int = 0  # most requests of a task; 0: 200 of each local task, all of the others
     folder: Path | None = None  # folder of the user's own tasks of the harness
     tp: int = 1  # ranks that share each model
+    pairs: Path | None = None  # prepared corpus of pairs; without tasks, the only task
+    reference: str = ""  # address of the model with which answers of pairs are compared; empty: none
+    beta: float = 0.1  # factor of rewards beside a reference
 
 
 @dataclass(frozen=True)
@@ -75,12 +79,19 @@ def evaluate(address: str, options: Options, note: Callable[[str], None] = lambd
         address: A run folder, a checkpoint, a mirror or its address in S3, or a Hugging Face folder.
     """
     with Progress("reading the names of tasks", console=standard_error(quiet=not Placement.read().is_leader)):
-        choices, registry = choose_tasks(options.tasks, options.folder)
+        choices: Sequence[Choice] = ()
+        registry: Any = None
+        if options.tasks or options.pairs is None:
+            choices, registry = choose_tasks(options.tasks, options.folder)
     if any(choice.is_local for choice in choices) and options.limit > MAX_LIMIT:
         raise ConfigError(f"--limit {options.limit:,} is too high: local tasks draw {MAX_LIMIT:,} requests at most")
     addresses = [address]
     if options.every:
         addresses = _kept(address)
+    pairs: PairsTask | None = None
+    if options.pairs is not None:
+        reference = Trained.find(options.reference) if options.reference else None
+        pairs = PairsTask(options.pairs, reference, options.beta, options.limit)
     backend = open_backend(choose("auto")[0])
     try:
         if backend.world % options.tp:
@@ -98,6 +109,9 @@ def evaluate(address: str, options: Options, note: Callable[[str], None] = lambd
             model = Trained.find(one)
             run = _run_of(model)
             texts, tasks = _tasks(model, run, choices, registry, options, note)
+            if pairs is not None:
+                pairs.check(model)
+                tasks.append(pairs)
             results = _evaluate(model, run, tasks, backend, ranks, waiting, note)
             evaluations.append(Evaluation(model, results, texts))
         return evaluations
@@ -116,12 +130,12 @@ def _tasks(
     registry: Any,
     options: Options,
     note: Callable[[str], None],
-) -> tuple[str, list[Task | HarnessTask]]:
+) -> tuple[str, list[Task | HarnessTask | PairsTask]]:
     """Origin of the texts of local tasks, and the tasks with their requests."""
     origin, texts = "", list[str]()
     if any(choice.is_local for choice in choices):
         origin, texts = texts_of(run, model.tokenizer, model.ends)
-    tasks: list[Task | HarnessTask] = []
+    tasks: list[Task | HarnessTask | PairsTask] = []
     for choice in choices:
         if not choice.is_local:
             numbers = (choice.num_shots, options.limit, options.seed)
@@ -138,7 +152,7 @@ def _tasks(
 def _evaluate(
     model: Trained,
     run: Path | None,
-    tasks: Sequence[Task | HarnessTask],
+    tasks: Sequence[Task | HarnessTask | PairsTask],
     backend: Backend,
     ranks: Ranks,
     waiting: Ranks,
@@ -158,14 +172,18 @@ def _evaluate(
                     scorer = Scorer(model, backend, ranks)
                     progress.show(0, task.name)
                 scorer.progress = progress
-                metrics = _run(task, scorer, waiting, run)
+                metrics = _run(task, scorer, waiting, run, backend)
             add = partial(record.add, model, task.name, task.identity, metrics)
             ranks.on_leader(add, f"cannot record the result in {run}")
         results[task.name] = metrics
     return results
 
 
-def _run(task: Task | HarnessTask, scorer: Scorer, waiting: Ranks, run: Path | None) -> Metrics:
+def _run(
+    task: Task | HarnessTask | PairsTask, scorer: Scorer, waiting: Ranks, run: Path | None, backend: Backend
+) -> Metrics:
+    if isinstance(task, PairsTask):
+        return task.run(scorer, backend)
     if isinstance(task, HarnessTask):
         answers = run / EVALUATION_CACHE_DIR if run else None
         return lead(scorer, waiting, lambda led: task.run(led, answers))

@@ -86,7 +86,7 @@ class Scorer:
             pairs: Contexts, perhaps empty, and continuations. Of a context that is too long, the end is used.
             done: Called on every rank with each pair, as soon as it is scored.
         """
-        return self._totals([self.rows(*pair) for pair in pairs], done)
+        return self.of_rows([self.rows(*pair) for pair in pairs], done)
 
     def rolling(
         self, texts: Sequence[str], done: Callable[[int, Likelihood], None] = lambda number, likelihood: None
@@ -96,7 +96,7 @@ class Scorer:
         for text in texts:
             ids = self.model.tokenizer.encode(text).ids
             groups.append(list(windows([self.prefix, *ids], len(ids), self.length)))
-        return self._totals(groups, done)
+        return self.of_rows(groups, done)
 
     def rows(self, context: str, continuation: str) -> list[Row]:
         """Rows of tokens that score a continuation; several if the continuation alone exceeds the model's length.
@@ -155,7 +155,9 @@ class Scorer:
             written |= new
         return [written[number] for number in range(len(texts))]
 
-    def _totals(self, groups: Sequence[Sequence[Row]], done: Callable[[int, Likelihood], None]) -> list[Likelihood]:
+    def of_rows(
+        self, groups: Sequence[Sequence[Row]], done: Callable[[int, Likelihood], None] = lambda number, found: None
+    ) -> list[Likelihood]:
         """Sums over the rows of each group; `done` gets a group as soon as all of its rows are scored."""
         owners: list[int] = []
         flat: list[Row] = []

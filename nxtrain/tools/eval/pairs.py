@@ -1,0 +1,116 @@
+"""Preferences of a model between the answers of a prepared corpus of pairs, perhaps relative to a reference.
+
+An answer's reward is the sum of its tokens' log-probabilities, prompts left out. Beside a reference, the reward is the
+difference from the reference's sum, times beta: that of DPO.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nxtrain.backends.base import Backend
+from nxtrain.checkpoint import directory
+from nxtrain.common.errors import ConfigError, DataError
+from nxtrain.common.io.object_store import content_of
+from nxtrain.data.arrow.prepared import PreparedCorpus
+from nxtrain.tools.eval.scorer import Row, Scorer
+from nxtrain.tools.eval.task import Metrics
+from nxtrain.tools.eval.trained import Trained
+
+
+class PairsTask:
+    """Task on the pairs of a corpus.
+
+    Args:
+        path: Corpus of `nxtrain data prepare --pairs`.
+        reference: Model with which answers are compared; None: none.
+        beta: Factor of a reward beside a reference.
+        limit: Most pairs, from the first one on; 0: all.
+
+    Raises:
+        DataError: The corpus is damaged or holds no pairs.
+    """
+
+    name = "preferences"
+
+    def __init__(self, path: Path, reference: Trained | None, beta: float, limit: int) -> None:
+        corpus = PreparedCorpus(path)
+        if not corpus.has_pairs or len(corpus) < 2 or len(corpus) % 2:  # noqa: PLR2004 - answers of a pair
+            raise DataError(f"{path} holds no pairs; prepare them with nxtrain data prepare --pairs")
+        self._corpus, self._reference, self._beta = corpus, reference, beta
+        self._num_pairs = min(limit or len(corpus), len(corpus) // 2)
+        self._by_reference: NDArray[np.float64] | None = None
+        given = (corpus.identity, "" if reference is None else reference.identity, beta, self._num_pairs)
+        self.identity = hashlib.blake2b(repr(given).encode(), digest_size=8).hexdigest()
+
+    def run(self, scorer: Scorer, backend: Backend) -> Metrics:
+        """Measure a model; every rank calls this."""
+        rows = [self._row(document, scorer) for document in range(2 * self._num_pairs)]
+        pairs = [rows[at : at + 2] for at in range(0, len(rows), 2)]
+        groups = [[row] for pair in pairs if _longest(pair) <= scorer.length for row in pair]
+        left_out = len(pairs) - len(groups) // 2
+        if not groups:
+            raise DataError(f"{self._corpus.path}: every pair is longer than the model's {scorer.length} tokens")
+        rewards = _sums(scorer, groups)
+        if self._reference is not None:
+            if self._by_reference is None:
+                self._by_reference = _sums(self._opened(self._reference, scorer, backend), groups)
+            rewards = self._beta * (rewards - self._by_reference)
+        n = len(groups) // 2
+        accuracy = fmean((rewards[::2] > rewards[1::2]).tolist())
+        stderr = None
+        if n > 1:
+            stderr = math.sqrt(accuracy * (1 - accuracy) / (n - 1))
+        metrics = {"accuracy": accuracy, "stderr": stderr, "n": n, "chance": 0.5, "left_out": left_out}
+        chosen, rejected = fmean(rewards[::2].tolist()), fmean(rewards[1::2].tolist())
+        metrics |= {"margin": chosen - rejected, "reward_chosen": chosen, "reward_rejected": rejected}
+        if self._reference is None:
+            means = rewards / [row.num_scored for (row,) in groups]
+            metrics["accuracy_per_token"] = fmean((means[::2] > means[1::2]).tolist())
+        return metrics
+
+    def _opened(self, model: Trained, scorer: Scorer, backend: Backend) -> Scorer:
+        """Scorer of the reference, which must take rows as long as those of the model."""
+        found = Scorer(model, backend, scorer.ranks)
+        if found.length < scorer.length:
+            what = f"takes {found.length} tokens, and {scorer.model.location} {scorer.length}"
+            raise ConfigError(f"--reference {model.location} {what}; name the model from which the run began")
+        found.progress = scorer.progress
+        return found
+
+    def _row(self, document: int, scorer: Scorer) -> Row:
+        corpus, model = self._corpus, scorer.model
+        content = corpus.content(document)
+        ids = tuple(corpus.ids(document).tolist())
+        if max(ids) >= model.config.vocab_size:
+            model.refuse_foreign(max(ids))
+        num_scored = len(ids) - max(1, corpus.prompt(document, content))
+        if num_scored < 1:
+            raise DataError(f"{corpus.name_of(document)}: the answer has no token; prepare it again")
+        return Row(ids, num_scored)
+
+    def check(self, model: Trained) -> None:
+        """Refuse a model whose tokenizer did not make the ids."""
+        for each in filter(None, (model, self._reference)):
+            made = hashlib.blake2b(content_of(each.location / directory.TOKENIZER)).hexdigest()
+            if made != self._corpus.tokenizer:
+                hint = f"prepare the pairs with --tokenizer {each.location}"
+                raise DataError(
+                    f"{self._corpus.path} has ids of another tokenizer than that of {each.location}; {hint}"
+                )
+
+
+def _longest(rows: list[Row]) -> int:
+    """Tokens that a model reads of the longest row; the last one is only a target."""
+    return max(len(row.ids) for row in rows) - 1
+
+
+def _sums(scorer: Scorer, groups: list[list[Row]]) -> NDArray[np.float64]:
+    """Log-probability of the scored tokens of each group."""
+    return np.array([score.nats for score in scorer.of_rows(groups)])
