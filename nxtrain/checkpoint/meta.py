@@ -41,6 +41,8 @@ class Meta(BaseModel):
     """Sequences of an update, after the stages of a ramp; 0 if no update was made."""
     batch_ramp: tuple[dict[str, int], ...] = ()
     """Stages of the ramp of the global batch, see `train.batch_ramp`."""
+    seq_ramp: tuple[dict[str, int], ...] = ()
+    """Stages of shorter sequences, see `train.seq_ramp`."""
     seed: int
     """Seed of the run."""
     family: str

@@ -1,4 +1,4 @@
-"""Global batch of each step: a pure function of the step, with a ramp at the begin of a run."""
+"""Global batch and sequence length of each step: pure functions of the step, with ramps at the begin of a run."""
 
 from __future__ import annotations
 
@@ -99,3 +99,26 @@ class BatchSizes:
                 return
             yield end, batch
         yield step, self.last
+
+
+@dataclass(frozen=True)
+class SeqLengths:
+    """Sequence length of each update. A row of the last length holds several shorter sequences.
+
+    Args:
+        last: Tokens of a row, and of a sequence after the stages.
+        stages: Tokens seen before the first update that has left each stage, ascending, and the stage's length.
+        sizes: Rows of each update.
+    """
+
+    last: int
+    stages: tuple[tuple[int, int], ...]
+    sizes: BatchSizes
+
+    def at(self, step: int) -> int:
+        """Sequence length of the update after `step` others."""
+        seen = self.sizes.before(step) * self.last
+        for limit, length in self.stages:
+            if seen < limit:
+                return length
+        return self.last

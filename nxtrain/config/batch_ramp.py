@@ -1,12 +1,12 @@
-"""Keys of the batch ramp, and the global batch of each step that they mean."""
+"""Keys of the ramps of the batch and of the sequence length, and their values at each step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nxtrain.common.batch_sizes import BatchSizes
+from nxtrain.common.batch_sizes import BatchSizes, SeqLengths
 from nxtrain.common.errors import Problem
-from nxtrain.config.section import NonNegativeInt, Section, Size
+from nxtrain.config.section import NonNegativeInt, PositiveInt, Section, Size
 
 
 class RampStageConfig(Section):
@@ -20,7 +20,17 @@ class RampStageConfig(Section):
     """Tokens that are trained with it, in place of samples."""
 
 
+class SeqStageConfig(Section):
+    """An entry of train.seq_ramp: a part of the run with shorter sequences."""
+
+    seq_len: Size
+    """Tokens per sequence, several of which share a row."""
+    tokens: PositiveInt
+    """Tokens that are trained with it."""
+
+
 Ramp = tuple[RampStageConfig, ...]
+SeqRamp = tuple[SeqStageConfig, ...]
 
 
 def batch_sizes(ramp: Ramp, global_batch: int, seq_len: int, *, step: int = 0, tokens: int = 0) -> BatchSizes:
@@ -38,6 +48,40 @@ def batch_sizes(ramp: Ramp, global_batch: int, seq_len: int, *, step: int = 0, t
         limit += stage.tokens or stage.samples * seq_len
         stages.append((limit, stage.global_batch))
     return BatchSizes.ramp(global_batch, stages, seq_len, step=step, tokens=tokens)
+
+
+def seq_lengths(ramp: SeqRamp, seq_len: int, sizes: BatchSizes, *, step: int = 0, tokens: int = 0) -> SeqLengths | None:
+    """Sequence length of each update; None without a ramp. Arguments as of `batch_sizes`, with its result."""
+    if not ramp:
+        return None
+    # The number of tokens seen is the state, also where an earlier part of the run had another global batch.
+    limit = sizes.before(step) * seq_len - tokens
+    stages = []
+    for stage in ramp:
+        limit += stage.tokens
+        stages.append((limit, stage.seq_len))
+    return SeqLengths(seq_len, tuple(stages), sizes)
+
+
+def seq_ramp_problems(ramp: SeqRamp, seq_len: int, *, doc_mask: bool, objective: str) -> Iterator[Problem]:
+    """Problems of shorter sequences.
+
+    Args:
+        ramp: The stages.
+        seq_len: Tokens of a row.
+        doc_mask: Masks keep the sequences of a row apart.
+        objective: The value of finetune.objective.
+    """
+    for number, stage in enumerate(ramp, 1):
+        if seq_len % stage.seq_len or stage.seq_len == seq_len:
+            reason = f"stage {number}: a row of train.seq_len={seq_len} does not hold several of {stage.seq_len} tokens"
+            yield Problem("train.seq_ramp", reason, hint="use a smaller divisor of train.seq_len there")
+    if ramp and not doc_mask:
+        reason = "sequences that share a row are kept apart by the masks of documents"
+        yield Problem("train.seq_ramp", reason, hint="set data.doc_mask=true")
+    if ramp and objective != "sft":
+        reason = f"finetune.objective={objective} needs whole answers, which shorter sequences cut"
+        yield Problem("train.seq_ramp", reason, hint="leave train.seq_ramp out")
 
 
 def ramp_problems(ramp: Ramp, multiple: int) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.family import ModelConfig, ModelFamily, find_family
 from nxtrain.common.io.paths import copying, is_bucket
 from nxtrain.common.mesh import Mesh, divisors, listed
-from nxtrain.config.batch_ramp import ramp_problems
+from nxtrain.config.batch_ramp import ramp_problems, seq_ramp_problems
 from nxtrain.config.bounds import MAX_PERIOD, MAX_RANKS, integer, quoted, row_shares
 from nxtrain.config.decode import decode
 from nxtrain.config.device import float8, kernels_and_graphs, layers
@@ -223,6 +223,8 @@ def _batch(config: RunConfig, world: int | None) -> Iterator[Problem]:
             hint=f"use train.global_batch={works}{other}",
         )
     yield from ramp_problems(train.batch_ramp, micro * dp)
+    masks, objective = config.data.doc_mask, config.finetune.objective
+    yield from seq_ramp_problems(train.seq_ramp, train.seq_len, doc_mask=masks, objective=objective)
     divides = parallel.cp > 1 or parallel.ep > 1
     if config.metrics.noise_scale and (dp == 1 or divides or parallel.shard in FULLY_SHARDED):
         reason = f"compares gradients of dp ranks, and dp={dp}, cp={parallel.cp}, shard={parallel.shard}"

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from nxtrain.common.batch_sizes import BatchSizes
-from nxtrain.config.batch_ramp import Ramp, batch_sizes
+from nxtrain.config.batch_ramp import Ramp, SeqRamp, batch_sizes
 from nxtrain.config.finetune_schema import FinetuneConfig
 from nxtrain.config.muon import MuonConfig
 from nxtrain.config.schedule import ScheduleConfig
@@ -188,6 +188,8 @@ class TrainConfig(Section):
     """Sequences per update, over all dp ranks."""
     batch_ramp: Ramp = Field(default=(), strict=False)
     """Stages before the full global batch: tables of global_batch, and of the samples or tokens trained with it."""
+    seq_ramp: SeqRamp = Field(default=(), strict=False)
+    """Stages of shorter sequences, several in a row: tables of seq_len, and of the tokens trained with it."""
     micro_batch: Size = 1
     """Sequences per dp rank in one forward pass; the rest of the global batch is accumulated."""
     remat: Literal["none", "selective", "full"] = "none"

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from nxtrain.common.batch_sizes import BatchSizes
+from nxtrain.common.batch_sizes import BatchSizes, SeqLengths
 from nxtrain.common.vocab import DESIRABLE_BIT, END_BIT, ID_MASK, IGNORE_INDEX, PROMPT_BIT
 from nxtrain.data.samples import Samples
 
@@ -128,6 +128,7 @@ class BatchShare:
         micro_batch: Rows in a micro-batch of one rank; with dp_size it divides global_batch.
         dp_rank, dp_size: This rank's index on the data parallel axis, and the axis's size.
         ramp: Sizes of steps with another global batch than the last; None: every step has the same.
+        lengths: Sequence lengths of steps whose rows hold several sequences; None: a row is one in every step.
     """
 
     global_batch: int
@@ -135,6 +136,7 @@ class BatchShare:
     dp_rank: int = 0
     dp_size: int = 1
     ramp: BatchSizes | None = None
+    lengths: SeqLengths | None = None
 
     def __post_init__(self) -> None:
         assert self.sizes.unit % (self.micro_batch * self.dp_size) == 0, self
@@ -144,6 +146,14 @@ class BatchShare:
         """Rows of each step, over all ranks."""
         return self.ramp or BatchSizes(self.global_batch)
 
+    def seq_len(self, step: int) -> int:
+        """Tokens of a sequence in a step, counted from 0; 0 if a row is one sequence in every step."""
+        return 0 if self.lengths is None else self.lengths.at(step)
+
+    def progress(self, step: int) -> dict[str, float]:
+        """Values for the record of a step, counted from 1; empty without a ramp of the sequence length."""
+        return {} if self.lengths is None else {"seq_len": self.lengths.at(step - 1)}
+
 
 def batch_of(
     rows: NDArray[np.int64],
@@ -151,6 +161,7 @@ def batch_of(
     *,
     end_id: int = 0,
     doc_mask: bool = False,
+    seq_len: int = 0,
     pairs_per_row: int = 0,
     labelled: bool = False,
 ) -> Batch:
@@ -163,6 +174,7 @@ def batch_of(
         rows: (n, S + 1) ids with `PROMPT_BIT` and `END_BIT`, and `IGNORE_INDEX` after the last document.
         end_id: Input after the last document of a row, where there is no target.
         doc_mask: Give the starts of the documents, and leave out the target after each end, the next document's first.
+        seq_len: With `doc_mask`, tokens of each of the sequences in a row; 0: a row is one.
         pairs_per_row: Half of the most answers in a row; 0: rows of other documents.
         labelled: Answers have labels.
     """
@@ -180,6 +192,8 @@ def batch_of(
         targets[is_end] = IGNORE_INDEX
         begins = np.zeros_like(inputs)
         begins[:, 1:] = np.where(is_end[:, :-1], np.arange(1, inputs.shape[1]), 0)
+        if seq_len:  # the target after a sequence is the next one's first token, as where rows are that short
+            begins[:, ::seq_len] = np.arange(0, inputs.shape[1], seq_len)
         starts = np.maximum.accumulate(begins, axis=1).reshape(shape)
     num_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
     targets = targets.reshape(shape)
@@ -246,18 +260,20 @@ class Loader:
         num_rows = self._samples.num_rows
         indices = self.indices(step)
         rows = self._samples.rows(indices)
-        batch = self._batch(rows, indices)
+        batch = self._batch(rows, indices, share.seq_len(step))
         if self._samples.labelled:
             batch = replace(batch, swapped=self._batch(swap_answers(rows), indices, swapped=True))
         if self._past_end == "pad" and (positions >= num_rows).any():
             return batch.without((positions >= num_rows).reshape(-1, share.micro_batch, 1))
         return batch
 
-    def _batch(self, rows: NDArray[np.int64], indices: NDArray[np.int64], *, swapped: bool = False) -> Batch:
+    def _batch(
+        self, rows: NDArray[np.int64], indices: NDArray[np.int64], seq_len: int = 0, *, swapped: bool = False
+    ) -> Batch:
         """Batch of rows, with the reference of their answers if that is known."""
         samples = self._samples
         of_answers: dict[str, Any] = {"pairs_per_row": samples.pairs_per_row, "labelled": samples.labelled}
-        batch = batch_of(rows, self._share.micro_batch, doc_mask=self._doc_mask, **of_answers)
+        batch = batch_of(rows, self._share.micro_batch, doc_mask=self._doc_mask, seq_len=seq_len, **of_answers)
         reference = samples.reference(indices, swapped=swapped)
         if batch.answers is None or reference is None:
             return batch
@@ -269,10 +285,10 @@ class Loader:
         return {}
 
     def progress(self, step: int) -> dict[str, float]:
-        """Tokens and epochs of each corpus of a mixture after a step, counted from 1; empty without a mixture."""
+        """Values for the record of a step, counted from 1: of a mixture's corpora, and of the sequence length."""
         sizes = self._share.sizes
         passed = sizes.before(step) + rows_left_out(self._skips, 0, step - 1, sizes)
-        return self._samples.progress(self._origin + passed)
+        return {**self._samples.progress(self._origin + passed), **self._share.progress(step)}
 
     def _positions(self, step: int) -> NDArray[np.int64]:
         """Positions of this rank's rows in a step, counted from 0."""

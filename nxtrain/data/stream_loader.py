@@ -180,8 +180,8 @@ class StreamLoader:
 
     def progress(self, step: int) -> dict[str, float]:
         """Values for the record of the step whose batch was consumed last."""
-        del step  # the positions are those after the last batch
-        return self._progress(self._positions)
+        # The positions are those after the last batch.
+        return {**self._progress(self._positions), **self._share.progress(step)}
 
     def _next(self, lanes: Lanes, step: int) -> tuple[Batch, dict[int, LanePosition]]:
         share, size = self._share, self._sizes.at(step)
@@ -194,7 +194,8 @@ class StreamLoader:
         num_rows = size // share.dp_size
         skipped = share.dp_rank * num_rows - min(by_lane) * (size // self._lanes)
         mine = rows[skipped : skipped + num_rows]
-        batch = batch_of(mine, self._share.micro_batch, end_id=self._end_id, doc_mask=self._doc_mask)
+        seq_len = share.seq_len(step)
+        batch = batch_of(mine, share.micro_batch, end_id=self._end_id, doc_mask=self._doc_mask, seq_len=seq_len)
         return batch, {number: position for number, (_, position) in by_lane.items()}
 
 

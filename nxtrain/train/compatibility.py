@@ -29,7 +29,11 @@ DRIFT_TOKENIZER = ("the tokenizer's fingerprint", "tokenizer_fingerprint")
 
 DRIFT = {
     "seed": {"seed": "run.seed"},
-    "batch": {"global_batch": "train.global_batch", "batch_ramp": "train.batch_ramp"},
+    "batch": {
+        "global_batch": "train.global_batch",
+        "batch_ramp": "train.batch_ramp",
+        "seq_ramp": "train.seq_ramp",
+    },
     "tokenizer": {DRIFT_TOKENIZER[1]: DRIFT_TOKENIZER[0]},
     "data": {"data_fingerprint": "the data's fingerprint", "shuffle": "data.shuffle"},
     "code": {"code_fingerprint": "the code's fingerprint"},
@@ -118,6 +122,7 @@ def meta_at(step: int, plan: Resolved, inputs: RunInputs, before: Meta | None = 
         tokens=tokens,
         global_batch=config.train.global_batch,
         batch_ramp=tuple(stage.model_dump() for stage in config.train.batch_ramp),
+        seq_ramp=tuple(stage.model_dump() for stage in config.train.seq_ramp),
         seed=config.run.seed,
         family=plan.family.name,
         config=plan.model.model_dump(mode="json"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import Mirrored
 from nxtrain.common.run_folder import DATA_DIR
+from nxtrain.config.batch_ramp import seq_lengths
 from nxtrain.data import Batches, BatchOrder, BatchShare, Data, Loader, open_data
 from nxtrain.data.loader import Skips
 from nxtrain.data.samples import AnswerRows
@@ -42,8 +43,10 @@ def train_batches(context: RunContext, data: Data, meta: Meta, skips: Skips) -> 
     """Training batches that go on after a step."""
     config = context.config
     sizes = config.train.batch_sizes(meta.step, meta.tokens)
+    train = config.train
+    lengths = seq_lengths(train.seq_ramp, train.seq_len, sizes, step=meta.step, tokens=meta.tokens)
     order = BatchOrder(
-        replace(_share(context), ramp=sizes),
+        replace(_share(context), ramp=sizes, lengths=lengths),
         config.run.seed,
         config.data.shuffle,
         doc_mask=config.data.doc_mask,

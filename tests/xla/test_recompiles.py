@@ -16,8 +16,9 @@ from nxtrain.train import build
 from nxtrain.train.command import train_on
 from nxtrain.train.context import RunContext
 from nxtrain.train.trainer import Trainer
+from tests.support.corpora import write_tokenizer
 from tests.support.graph_mutants import MUTANTS
-from tests.support.runs import run_plan, token_file
+from tests.support.runs import SEQ_LEN, run_plan, token_file
 from tests.support.xla_engine import run_devices
 
 
@@ -73,10 +74,16 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]
     rising = {"lr": 1.0, "min_lr": 1.0, "warmup_steps": 4}
     pieces = [{"steps": 3, "lr": 1.0}, {"steps": 2, "lr": 1.0}, {"steps": 3, "lr": 0.0, "shape": "sqrt"}]
     ramp = {"batch_ramp": [{"global_batch": 1, "samples": 3}, {"global_batch": 2, "samples": 4}]}
+    tokenizer, large = write_tokenizer(folder / "tokenizer"), {"config": {"vocab_size": 300}}
+    masked = {**data, "doc_mask": True, "tokenizer": str(tokenizer), "validation_fraction": 0.0}
+    row = [{"seq_len": SEQ_LEN // 4, "tokens": 9 * SEQ_LEN}, {"seq_len": SEQ_LEN // 2, "tokens": 8 * SEQ_LEN}]
+    both = {**ramp, "seq_ramp": row}
+    lengths = run_plan(folder / "lengths", masked, steps=8, train=both, model=large, **cadences)
     ramped = run_plan(folder / "ramp", data, steps=8, train={**evaluated, **ramp}, **cadences)
     broken = run_plan(folder / "broken", data, steps=8, train=ramp, compile={"max_recompiles": 0}, **never)
     cases = {
         "ramp": (ramped, ""),
+        "ramps of both": (lengths, ""),
         "broken ramp": (broken, "whole steps"),
         "pieces": (
             run_plan(folder / "pieces", data, steps=8, optim={"schedule": "pieces", "pieces": pieces}, **cadences),
@@ -110,7 +117,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]
     return dict(zip(cases, result, strict=True))
 
 
-@pytest.mark.parametrize("case", ["accumulated", "whole", "pieces", "ramp"])
+@pytest.mark.parametrize("case", ["accumulated", "whole", "pieces", "ramp", "ramps of both"])
 def test_logs_evaluations_and_checkpoints_at_any_step_compile_nothing_new(
     case: str, ended: dict[str, tuple[str, str]]
 ) -> None:
