@@ -20,7 +20,7 @@ from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.io.paths import BUCKET_SCHEMES, scheme_of
 
 if TYPE_CHECKING:  # data workers need only the names of folders, and the schema is half of their start
-    from nxtrain.config.schema import CompileConfig
+    from nxtrain.config.operation_schema import CompileConfig
 
 MOUNTS = Path("/proc/self/mountinfo")
 NETWORK_TYPES = {

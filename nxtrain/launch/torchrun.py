@@ -58,7 +58,7 @@ from nxtrain.common.mesh import spans
 from nxtrain.common.process.signals import STOPPING
 from nxtrain.common.run_folder import LOGS_DIR
 from nxtrain.config.load import load
-from nxtrain.config.schema import RecoveryConfig
+from nxtrain.config.operation_schema import RecoveryConfig
 from nxtrain.launch.agent_rendezvous import AgentRendezvous, reasons, unmet, unreachable
 from nxtrain.launch.exit_codes import FINAL
 from nxtrain.metrics.start_log import last_step

@@ -13,7 +13,7 @@ import torch
 from nxtrain.backends.base import fetched_names
 from nxtrain.backends.c10d import AcceleratorBackend, C10dBackend
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.config.schema import MetricsConfig
+from nxtrain.config.operation_schema import MetricsConfig
 from nxtrain.train.health.step_history import BadSteps, PastStep, StepHistory, not_finite
 
 

@@ -24,7 +24,7 @@ from nxtrain.common.text import size
 from nxtrain.config.bounds import quoted
 from nxtrain.config.cache_dir import LOCKS, cache_folder
 from nxtrain.config.load import load
-from nxtrain.config.schema import CompileConfig
+from nxtrain.config.operation_schema import CompileConfig
 from nxtrain.tools.compile.cache import OWN, Cache
 from nxtrain.tools.compile.entries import NEFF_FOLDER, CacheKey, Entry, EntryState, is_compiler
 from nxtrain.tools.compile.sync import CacheLocation, Step, open_location, sync

@@ -13,7 +13,7 @@ from pathlib import Path
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.machines import Machine
 from nxtrain.config.cache_dir import cache_folder
-from nxtrain.config.schema import CompileConfig
+from nxtrain.config.operation_schema import CompileConfig
 from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine
 from nxtrain.tools.doctor.outputs import ToolOutputError, parse_chronyc
 

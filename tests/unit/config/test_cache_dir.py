@@ -9,7 +9,7 @@ import pytest
 
 from nxtrain.common.errors import ConfigError
 from nxtrain.config.cache_dir import MOUNTS, cache_folder, network_type
-from nxtrain.config.schema import CompileConfig
+from nxtrain.config.operation_schema import CompileConfig
 
 TABLE = r"""
 22 1 259:1 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p1 rw

@@ -11,7 +11,8 @@ import pytest
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.config import decode
 from nxtrain.config.load import load
-from nxtrain.config.schema import BackendConfig, MetricsConfig, RunConfig
+from nxtrain.config.operation_schema import MetricsConfig
+from nxtrain.config.schema import BackendConfig, RunConfig
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from nxtrain.config.schema import IdentityConfig, MetricsConfig, RunConfig
+from nxtrain.config.operation_schema import MetricsConfig
+from nxtrain.config.schema import IdentityConfig, RunConfig
 from nxtrain.metrics import sinks as sinks_module
 from nxtrain.metrics.sinks import PROGRESS, JsonlSink, PrometheusSink, RetryingSink, Sink, open_sinks, text_of
 from nxtrain.metrics.tensorboard import TensorBoardSink

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from nxtrain.common.errors import BackendError, ConfigError
-from nxtrain.config.schema import CompileConfig, IdentityConfig, RunConfig
+from nxtrain.config.operation_schema import CompileConfig
+from nxtrain.config.schema import IdentityConfig, RunConfig
 from nxtrain.tools.compile.cache import Cache
 from nxtrain.tools.compile.entries import CacheKey
 from nxtrain.tools.compile.manifest import (
