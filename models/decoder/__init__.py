@@ -52,9 +52,11 @@ class DecoderFamily(ModelFamily):
         """Dimensions of the model."""
         decoder = cast(DecoderConfig, config)
         windows = [decoder.window_of(layer) for layer in range(decoder.num_hidden_layers)]
-        full_layers = 0
-        if windows[-1] is not None:
+        full_layers = full_period = 0
+        if windows[-1] is not None or windows[0] is not None:
             full_layers = windows.count(None)
+        if windows[0] is not None and full_layers:  # each second layer
+            full_layers, full_period = 0, 2
         return Dimensions(
             vocab_size=decoder.vocab_size,
             hidden_size=decoder.hidden_size,
@@ -66,8 +68,11 @@ class DecoderFamily(ModelFamily):
             tied=decoder.tie_word_embeddings,
             qkv_bias=decoder.qkv_bias,
             head_norms=decoder.head_norms,
-            window=windows[-1],
+            window=windows[-1] or windows[0],
             full_layers=full_layers,
+            full_period=full_period,
+            out_bias=decoder.out_bias,
+            sinks=decoder.sinks,
             mixture=decoder.mixture,
             dense_layers=decoder.dense_layers,
         )

@@ -27,10 +27,14 @@ class DecoderConfig(ModelConfig):
     Attributes:
         qkv_bias: The projections to queries, keys and values have biases.
         head_norms: Every head of the queries and keys is normalized before its rotation.
+        out_bias: The projection back from the heads has a bias.
+        sinks: Each query head has a score without a key in its softmax.
     """
 
     qkv_bias: ClassVar[bool] = False
     head_norms: ClassVar[bool] = False
+    out_bias: ClassVar[bool] = False
+    sinks: ClassVar[bool] = False
 
     vocab_size: Count
     """Entries of the vocabulary, unpadded."""

@@ -251,6 +251,8 @@ def _heads(config: DecoderConfig, window: int | None) -> Heads:
         bias=config.qkv_bias,
         norm_eps=config.rms_norm_eps if config.head_norms else None,
         window=window,
+        out_bias=config.out_bias,
+        sinks=config.sinks,
     )
 
 

@@ -64,7 +64,8 @@ class AttentionShape:
         cp_method: `parallel.cp_method`.
         cp_layout: `parallel.cp_layout`.
         window: Most keys that a query sees, its own among them; None: no limit.
-        full_layers: First layers, whose queries see all keys before them in spite of the window.
+        full_layers: Number of layers whose queries see all keys before them in spite of the window.
+        sinks: Each query head has a score without a key.
     """
 
     micro_batch: int
@@ -79,6 +80,7 @@ class AttentionShape:
     cp_layout: Literal["auto"] | CutLayout = "auto"
     window: int | None = None
     full_layers: int = 0
+    sinks: bool = False
 
     @staticmethod
     def of(config: RunConfig, dimensions: Dimensions) -> AttentionShape:
@@ -95,7 +97,8 @@ class AttentionShape:
             cp_method=config.parallel.cp_method,
             cp_layout=config.parallel.cp_layout,
             window=dimensions.window,
-            full_layers=dimensions.full_layers,
+            full_layers=dimensions.num_full_layers,
+            sinks=dimensions.sinks,
         )
 
     @property
@@ -227,6 +230,8 @@ def choose_torch(backend: str, wanted: str, shape: AttentionShape) -> AttentionC
     Raises:
         ConfigError: The backend has no such kernel, or the kernel does not compute such attention.
     """
+    if shape.sinks:
+        return choose_sinks(backend, wanted, shape)
     if shape.is_mixed:
         return choose_mixed(partial(choose_torch, backend, wanted), shape)
     if wanted not in ATTENTION[backend]:
@@ -244,6 +249,18 @@ def choose_torch(backend: str, wanted: str, shape: AttentionShape) -> AttentionC
     if backend == "cpu" and apart and not shape.compiled:
         return AttentionChoice("per-document", f"{limits} by a call for each; no score between documents is computed")
     return _blocked(backend, wanted, shape, limits)
+
+
+def choose_sinks(backend: str, wanted: str, shape: AttentionShape) -> AttentionChoice:
+    """Choice for attention with sinks, which is computed block by block on every device.
+
+    Raises:
+        ConfigError: A kernel is asked for, and no kernel has sinks.
+    """
+    if wanted not in ("auto", "plain", "blocked"):
+        reason = f"{wanted} has no sinks, which the heads of this model have"
+        raise ConfigError([Problem("backend.attention", reason, hint="use auto")])
+    return AttentionChoice("blocked", f"heads have sinks. {shape.blocks_cost(backend)}")
 
 
 def _choose_cuda(wanted: str, shape: AttentionShape) -> AttentionChoice:
@@ -361,6 +378,8 @@ def choose_by(
     Raises:
         ConfigError: The kernel is wanted and cannot run in every layer.
     """
+    if shape.sinks:
+        return choose_sinks(backend, wanted, shape)
     if shape.is_mixed:
         own = partial(choose_by, backend, wanted, obstacles=obstacles, flash=flash, kernel=kernel)
         return cast(AttentionChoice, choose_mixed(own, shape))

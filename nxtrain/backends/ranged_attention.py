@@ -65,6 +65,41 @@ class RangedAttention(torch.autograd.Function):
         return q_grad, k_grad, v_grad, None, None
 
 
+class SinkAttention(torch.autograd.Function):
+    """Attention to ranges of keys, and to a score of each head that has no value, by the kernels of a device.
+
+    The sink is one more weight of the softmax. So it lowers the output by its share of the sum, and the gradients of
+    queries, keys and values are those of the ranges with the larger sum.
+
+    Source: Xiao et al. 2023 (arXiv:2309.17453) section 3.3; OpenAI 2025 (arXiv:2508.10925) section 2.3.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, ranges: KeyRanges, kernels: AttentionToRanges
+    ) -> Tensor:
+        wide, log_sums = kernels.attend(q, k, v, ranges)
+        of_heads = sinks.float().view(-1, 1)
+        peaks = torch.maximum(log_sums, of_heads)
+        # torch-xla computes `logaddexp` on the host.
+        totals = peaks + ((log_sums - peaks).exp() + (of_heads - peaks).exp()).log()
+        shares = (log_sums - totals).exp().permute(2, 0, 1).unsqueeze(-1)
+        out = (wide * shares).to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, totals)
+        ctx.ranges, ctx.kernels = ranges, kernels
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, out, totals = ctx.saved_tensors
+        grads = ctx.kernels.attend_backward(grad, q, k, v, out, totals, ctx.ranges)
+        q_grad, k_grad, v_grad = (x.to(q.dtype) for x in grads)
+        inner = (grad.float() * out).sum(dim=-1).permute(1, 2, 0)
+        of_sinks = (sinks.float().view(-1, 1) - totals).exp()
+        sinks_grad = -(of_sinks * inner).sum(dim=(0, 2))
+        return q_grad, k_grad, v_grad, sinks_grad.to(sinks.dtype), None, None
+
+
 @dataclass(frozen=True)
 class Blocks:
     """Division of an attention into blocks.

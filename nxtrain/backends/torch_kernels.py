@@ -14,7 +14,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 from nxtrain.backends.limits import LONGEST_SCORES
-from nxtrain.backends.ranged_attention import Blocks, RangedAttention, whole_rows
+from nxtrain.backends.ranged_attention import Blocks, RangedAttention, SinkAttention, whole_rows
 from nxtrain.backends.rounding import round_by_pairs, round_one_by_one
 from nxtrain.backends.torch_attention import sdpa
 from nxtrain.common.kernels import AdamStep, Float8Matrix, Kernels, KeyRanges, RoundingKey, RowGroups, Rows
@@ -78,6 +78,12 @@ class PlainKernels(Kernels):
             return True
         after = torch.searchsorted(ranges.keys, ranges.last, right=True)
         return bool((after > torch.searchsorted(ranges.keys, ranges.first.contiguous())).any())
+
+    def sink_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, starts: Tensor | None, window: int | None = None
+    ) -> Tensor:
+        out: Tensor = SinkAttention.apply(q, k, v, sinks, whole_rows(q, starts, window), self)
+        return out
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
         return self._blocks.attend(q, k, v, ranges)

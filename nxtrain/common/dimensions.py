@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from nxtrain.common.sharding import Segment, ShardSpec
+from nxtrain.common.sharding import Init, Segment, ShardSpec
 from nxtrain.common.stages import LayerCosts
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -28,6 +28,10 @@ class MoeShape:
         is_normalized: The weights of a token's experts add up to 1; otherwise they are probabilities over all experts.
         module: Name of the feed-forward in a block.
         gate, up, down: Names of an expert's matrices.
+        router: Name of the router in the feed-forward.
+        biases: Router and experts have biases, and files stack the matrices of all experts, gate and values in turn.
+        limit: Gate and values are clamped to it, and one is added to the values; None: the unit is silu(gate) * up.
+        alpha: Factor inside of the sigmoid of a clamped gate.
     """
 
     num_experts: int
@@ -39,6 +43,10 @@ class MoeShape:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    router: str = "gate"
+    biases: bool = False
+    limit: float | None = None
+    alpha: float = 1.702
 
     def gate_up_segments(self, experts: range) -> tuple[Segment, ...]:
         """Matrices of some experts that project their input, gate and values in turn."""
@@ -53,10 +61,16 @@ class MoeShape:
         gate_up = self.gate_up_segments(experts)
         down = tuple(Segment(f"{expert}.{self.down}", self.expert_size) for expert in experts)
         width = len(experts) * self.expert_size
-        return {
+        specs = {
             "experts.gate_up_proj.weight": replace(ShardSpec.column(hidden_size, gate_up), expert=True),
             "experts.down_proj.weight": ShardSpec((hidden_size, width), dim=1, segments=down, expert=True),
         }
+        if self.biases:
+            outputs = tuple(replace(segment, size=hidden_size) for segment in down)
+            of_down = ShardSpec((len(outputs) * hidden_size,), segments=outputs, partial_gradient=True, expert=True)
+            specs["experts.gate_up_proj.bias"] = replace(specs["experts.gate_up_proj.weight"].of_bias(), expert=True)
+            specs["experts.down_proj.bias"] = replace(of_down, decay=False, init=Init("zeros"))
+        return specs
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,9 @@ class Dimensions:
         head_norms: Every head of the queries and keys is normalized.
         window: Most tokens that a query of some layer sees, its own among them; None: no layer has a limit.
         full_layers: First layers, whose queries see all tokens before them in spite of the window.
+        full_period: Of so many layers, the queries of the last see all tokens before them; 0: no such layers.
+        out_bias: The projection back from the heads has a bias.
+        sinks: Each query head has a score without a key in its softmax.
         mixture: Experts of the blocks; None: every block has one feed-forward.
         dense_layers: Blocks without experts, in a model whose other blocks have experts.
     """
@@ -92,6 +109,9 @@ class Dimensions:
     head_norms: bool = False
     window: int | None = None
     full_layers: int = 0
+    full_period: int = 0
+    out_bias: bool = False
+    sinks: bool = False
     mixture: MoeShape | None = None
     dense_layers: tuple[int, ...] = ()
 
@@ -136,13 +156,23 @@ class Dimensions:
             return self.num_params
         idle = self.mixture.num_experts - self.mixture.experts_per_token
         num_sparse = self.num_layers - len(self.dense_layers)
-        return self.num_params - num_sparse * idle * 3 * self.hidden_size * self.mixture.expert_size
+        expert = 3 * self.hidden_size * self.mixture.expert_size
+        if self.mixture.biases:
+            expert += 2 * self.mixture.expert_size + self.hidden_size
+        return self.num_params - num_sparse * idle * expert
+
+    @property
+    def num_full_layers(self) -> int:
+        """Number of layers whose queries see all tokens before them in spite of the window."""
+        return sum(number for window, number in self.windows(range(self.num_layers)) if window is None and self.window)
 
     def windows(self, layers: range) -> list[tuple[int | None, int]]:
         """Windows of some layers, None for all tokens before a query, and the number of layers with each."""
         num_full = len(layers)
         if self.window is not None:
             num_full = max(0, min(layers.stop, self.full_layers) - layers.start)
+            if self.full_period:
+                num_full += layers.stop // self.full_period - layers.start // self.full_period
         kinds = [(None, num_full), (self.window, len(layers) - num_full)]
         return [(window, number) for window, number in kinds if number]
 
@@ -283,16 +313,28 @@ def block_specs(
             layers[f"mlp.{name}"] = ShardSpec.column(hidden, segments)
         layers["mlp.down_proj"] = ShardSpec.row(inner, hidden)
     else:
-        layers[f"{mixture.module}.gate"] = ShardSpec((mixture.num_experts, hidden))
-        for name, spec in mixture.specs(hidden, range(mixture.num_experts)).items():
-            layers[f"{mixture.module}.{name.removesuffix('.weight')}"] = spec
+        layers[f"{mixture.module}.{mixture.router}"] = ShardSpec((mixture.num_experts, hidden))
     specs: dict[str, ShardSpec] = {}
     for name, weight in layers.items():
+        if dimensions.sinks and name in ("self_attn.q_proj", "self_attn.qkv_proj"):
+            specs["self_attn.sinks"] = ShardSpec((dimensions.num_heads,), dim=0)
         specs[f"{name}.weight"] = weight
         is_projection = name.startswith("self_attn.") and weight.dim == 0
         if dimensions.biases or (dimensions.qkv_bias and is_projection):
             specs[f"{name}.bias"] = weight.of_bias() if weight.dim == 0 else ShardSpec(weight.shape[:1])
+        if dimensions.out_bias and name == "self_attn.o_proj":
+            specs[f"{name}.bias"] = ShardSpec(weight.shape[:1])
+        if mixture is not None and mixture.biases and name == f"{mixture.module}.{mixture.router}":
+            specs[f"{name}.bias"] = ShardSpec(weight.shape[:1])
+    if mixture is not None:
+        own = mixture.specs(hidden, range(mixture.num_experts))
+        specs |= {f"{mixture.module}.{name}": own[name] for name in sorted(own, key=_of_module)}
     return specs
+
+
+def _of_module(name: str) -> tuple[bool, bool]:
+    """Order of the parameters of experts: the first matrix with its biases, then the second."""
+    return "down_proj" in name, name.endswith(".bias")
 
 
 def _matrices(name: str, segments: tuple[Segment, ...], *, is_fused: bool) -> Iterator[tuple[str, tuple[Segment, ...]]]:

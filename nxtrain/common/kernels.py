@@ -278,6 +278,20 @@ class Kernels(ABC):
         return True
 
     @abstractmethod
+    def sink_attention(  # 6 arguments: those of `document_attention`, and the sinks
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, starts: Tensor | None, window: int | None = None
+    ) -> Tensor:
+        """As `document_attention`, with a further score in the softmax of each query, which has no key and no value.
+
+        Args:
+            q, k, v, starts, window: As for `document_attention`.
+            sinks: (num_heads,), score of each head.
+
+        Returns:
+            (S, B, num_heads, head_dim).
+        """
+
+    @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
         """Attention of some queries to some keys, without a gradient; memory is linear in queries and in keys.
 

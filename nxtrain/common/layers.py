@@ -97,8 +97,8 @@ class LayerSet(ABC):
         """Column layer: (S/tp, B, in) to (S, B, out/tp), the segments one after the other; a bias starts as zeros."""
 
     @abstractmethod
-    def row(self, in_features: int, out_features: int, init: Init) -> nn.Module:
-        """Row layer: (S, B, in/tp) to (S/tp, B, out)."""
+    def row(self, in_features: int, out_features: int, init: Init, *, bias: bool = False) -> nn.Module:
+        """Row layer: (S, B, in/tp) to (S/tp, B, out); a bias starts as zeros."""
 
     @abstractmethod
     def embedding(self, vocab_size: int, hidden_size: int, init: Init) -> nn.Module:

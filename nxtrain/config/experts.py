@@ -26,8 +26,24 @@ def experts(config: RunConfig, mixture: MoeShape | None) -> Iterator[Problem]:
             f"with shard={config.parallel.shard} divided experts are gathered inside of a block, which is one graph"
         )
         yield Problem("compile.torch_compile", reason, hint="use false, parallel.shard=zero1, or parallel.ep=1")
+    if mixture is not None and mixture.biases:
+        yield from _with_biases(config)
     if config.parallel.ep > 1:
         yield from _division(config, 0 if mixture is None else mixture.num_experts)
+
+
+def _with_biases(config: RunConfig) -> Iterator[Problem]:
+    """Problems of gpt-oss, whose experts have biases and whose heads have sinks."""
+    if config.backend.layers == "nxd":
+        reason = "this model has biases that NeuronX Distributed's layers lack"
+        yield Problem("backend.layers", reason, hint="use auto or native")
+    if config.parallel.cp > 1:
+        reason = f"cp={config.parallel.cp} divides sequences, whose attention has no sinks between ranks"
+        yield Problem("parallel.cp", reason, hint="use parallel.cp=1, and tp, ep or pp in its place")
+    targets = [target for target in config.finetune.targets if target.startswith("experts.")]
+    if targets:
+        reason = f"{targets[0]}: files of this model have gate and values by turns, whose adapters are not written"
+        yield Problem("finetune.targets", reason, hint="adapt the layers of attention")
 
 
 def _division(config: RunConfig, num_experts: int) -> Iterator[Problem]:

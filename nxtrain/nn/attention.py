@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from nxtrain.common.dimensions import qkv_segments
 from nxtrain.common.kernels import Kernels
-from nxtrain.common.sharding import Init
+from nxtrain.common.sharding import Init, ShardSpec
 from nxtrain.nn.norm import RMSNorm
 from nxtrain.nn.rope import Rope, positions_of
 
@@ -41,7 +42,13 @@ class CausalAttention(nn.Module):
         self._kernels, self._context_parallel, self.window = kernels, context_parallel, window
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None, positions: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: Tensor | None = None,
+        positions: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """(S, B, N, H), (S, B, K, H), (S, B, K, H) to (S, B, N, H); S are the positions of this rank.
 
@@ -49,11 +56,15 @@ class CausalAttention(nn.Module):
             q, k, v: Queries, keys and values.
             starts: (B, S) first position of each position's document; None: a row is one document.
             positions: (S,) positions of this rank under context parallelism.
+            sinks: (N,) score of each head without a key; None: none.
         """
         if self._context_parallel is not None:
             assert positions is not None, "a rank of several knows its positions"
             return self._context_parallel.attention(q, k, v, positions, starts, self.window)
-        if self.window is not None and self.window < q.shape[0]:
+        has_window = self.window is not None and self.window < q.shape[0]
+        if sinks is not None:
+            return self._kernels.sink_attention(q, k, v, sinks, starts, self.window if has_window else None)
+        if has_window:
             return self._kernels.document_attention(q, k, v, starts, self.window)
         if starts is not None:
             return self._kernels.document_attention(q, k, v, starts)
@@ -71,6 +82,8 @@ class Heads:
         norm_eps: Every head of the queries and keys is normalized before its rotation, with this added to the mean
             square; None: no head is.
         window: Most positions that a query sees, its own among them; None: no limit.
+        out_bias: The projection back has a bias.
+        sinks: Each query head has a score without a key in its softmax.
     """
 
     num: int
@@ -79,6 +92,8 @@ class Heads:
     bias: bool = False
     norm_eps: float | None = None
     window: int | None = None
+    out_bias: bool = False
+    sinks: bool = False
 
 
 class Attention(nn.Module):
@@ -114,7 +129,12 @@ class Attention(nn.Module):
             self.q_norm = norm(dtype=context.dtype, decay=context.decay_norms)
             self.k_norm = norm(dtype=context.dtype, decay=context.decay_norms)
         self.core = CausalAttention(context.kernels, context.context_parallel, heads.window)
-        self.o_proj = layers.row(heads.num * width, hidden_size, init_out)
+        self.o_proj = layers.row(heads.num * width, hidden_size, init_out, bias=heads.out_bias)
+        self.sinks: nn.Parameter | None = None
+        if heads.sinks:
+            spec = ShardSpec((heads.num,), dim=0, decay=False, init=init)
+            self.specs = {"sinks": spec}
+            self.sinks = nn.Parameter(torch.empty(spec.local_shape(layers.tp), dtype=context.dtype))
 
     def forward(self, x: Tensor, rope: Rope, starts: Tensor | None = None) -> Tensor:
         """(S/tp, B, D) to (S/tp, B, D).
@@ -145,4 +165,6 @@ class Attention(nn.Module):
             ranges = (starts, rope.positions)
         elif starts is not None:
             ranges = (starts,)
+        if self.sinks is not None:
+            ranges = (starts, rope.positions, self.sinks)
         return self.o_proj(self.core(q, k, v, *ranges).flatten(2))  # type: ignore[no-any-return]

@@ -131,13 +131,30 @@ class Decoder:
     def _turn(self, rope: Rope, x: Tensor) -> Tensor:
         return Rope.forward(rope, x, self._positions)
 
-    def _attend(self, cache: _Cache, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(  # 8 arguments: of the block, and those of its attention core
+        self,
+        cache: _Cache,
+        window: int | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        starts: Tensor | None = None,
+        positions: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """(S, B, N, H), (S, B, K, H), (S, B, K, H) to (S, B, N, H)."""
         keys, values = cache.add(k, v, self._rows, self._capacity)
         repeats = q.shape[2] // k.shape[2]
         # The query heads of a key/value head become further queries, so that keys and values are not copied.
         queries = q.unflatten(2, (-1, repeats)).permute(1, 2, 3, 0, 4).flatten(2, 3)
         visible = self._visible_in(window).repeat(1, repeats, 1).unsqueeze(1)
+        if sinks is not None:
+            # A key of zeros has the score 0, to which the mask adds the sink; its value is zeros as well.
+            of_heads = sinks.to(q.dtype).view(1, -1, repeats, 1, 1)
+            of_heads = of_heads.expand(q.shape[1], -1, -1, q.shape[0], -1).flatten(2, 3)
+            scores = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, float("-inf"))
+            visible = torch.cat([scores.expand(-1, k.shape[2], -1, -1), of_heads], dim=-1)
+            keys, values = (F.pad(x, (0, 0, 0, 1)) for x in (keys, values))
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible)
         heads: Tensor = out.unflatten(2, (repeats, -1))
         return heads.permute(3, 0, 1, 2, 4).flatten(2, 3)

@@ -7,6 +7,7 @@ Source: Shazeer et al. 2017 (arXiv:1701.06538); Jiang et al. 2024 (arXiv:2401.04
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +37,10 @@ class Router(nn.Module):
         shape = (mixture.num_experts, hidden_size)
         self.specs = {"weight": ShardSpec(shape, partial_gradient=context.layers.sequence_parallel, init=init)}
         self.weight = nn.Parameter(torch.empty(shape, dtype=context.dtype))
+        self.bias: nn.Parameter | None = None
+        if mixture.biases:
+            self.specs["bias"] = replace(self.specs["weight"], shape=shape[:1], segments=(), decay=False)
+            self.bias = nn.Parameter(torch.empty(shape[:1], dtype=context.dtype))
         self._mixture, self._kernels = mixture, context.kernels
 
     def forward(self, x: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,6 +56,8 @@ class Router(nn.Module):
         """
         mixture = self._mixture
         logits = self._kernels.linear(x.float(), self.weight.float())
+        if self.bias is not None:
+            logits = logits + self.bias.float()
         probabilities = logits.softmax(dim=-1)
         order = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices
         indices = order[..., : mixture.experts_per_token].contiguous()
@@ -99,7 +106,8 @@ class MixtureOfExperts(nn.Module):
         self, hidden_size: int, mixture: MoeShape, *, init: Init, init_out: Init, context: BuildContext
     ) -> None:
         super().__init__()
-        self.gate = Router(hidden_size, mixture, init=init, context=context)
+        self.add_module(mixture.router, Router(hidden_size, mixture, init=init, context=context))
+        self._router = mixture.router
         self.experts = context.layers.experts(
             hidden_size, mixture, init, init_out, capacity_factor=context.moe_capacity_factor
         )
@@ -109,7 +117,7 @@ class MixtureOfExperts(nn.Module):
 
         `counted` is that of the router.
         """
-        weights, indices, routing = self.gate(x, counted)
+        weights, indices, routing = getattr(self, self._router)(x, counted)
         out, num_dropped = self.experts(x, weights, indices)
         if num_dropped is not None:
             routing = torch.cat([routing[:-1], num_dropped.unsqueeze(0)])

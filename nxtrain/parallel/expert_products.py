@@ -36,6 +36,31 @@ class LowRank:
 
 
 @dataclass(frozen=True)
+class ClampedUnit:
+    """Gated unit (up + 1) * gate * sigmoid(alpha * gate), of a gate up to a limit and values within it.
+
+    Args:
+        limit: Largest gate, and largest absolute value.
+        alpha: Factor inside of the sigmoid.
+
+    Source: OpenAI 2025 (arXiv:2508.10925) section 2.2.
+    """
+
+    limit: float
+    alpha: float
+
+    def __call__(self, gate: Tensor, values: Tensor) -> Tensor:
+        """Halves of a projection, (..., F) each, to (..., F)."""
+        # No `clamp`, for which torch-xla computes in float64.
+        limit = gate.new_full((), self.limit)
+        gate = torch.where(gate > limit, limit, gate)
+        values = torch.where(values > limit, limit, values)
+        values = torch.where(values < -limit, -limit, values)
+        unit: Tensor = (values + 1) * (gate * torch.sigmoid(gate * self.alpha))
+        return unit
+
+
+@dataclass(frozen=True)
 class ExpertMatrices:
     """Matrices of the experts of a rank.
 
@@ -44,6 +69,8 @@ class ExpertMatrices:
         down: (D, E * F), the columns of an expert adjacent.
         number: E.
         of_gate_up, of_down: Low-rank updates of the matrices; None: none.
+        biases: (E * 2F,) and (E * D,), added to the products of both matrices; None: none.
+        unit: Gated unit; None: silu(gate) * up.
     """
 
     gate_up: Tensor
@@ -51,6 +78,13 @@ class ExpertMatrices:
     number: int
     of_gate_up: LowRank | None = None
     of_down: LowRank | None = None
+    biases: tuple[Tensor, Tensor] | None = None
+    unit: ClampedUnit | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """True for matrices alone, whose backward pass is written out."""
+        return self.of_gate_up is None and self.of_down is None and self.biases is None and self.unit is None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -60,9 +94,11 @@ class ExpertMatrices:
 
     def of_groups(self, rows: Tensor, scale: Tensor, groups: RowGroups, kernels: Kernels) -> Tensor:
         """Gated feed-forwards of sorted rows, times a factor of each row: (N, D), (N,) to (N, D)."""
-        if self.of_gate_up is None and self.of_down is None:
+        if self.is_plain:
             return ExpertProducts.apply(rows, scale, self.gate_up, self.down, groups, kernels)  # type: ignore[no-any-return]
-        return self._updated(rows, scale, partial(_of_groups, groups=groups, kernels=kernels))
+        numbers = torch.arange(len(rows), device=rows.device)
+        owner = torch.searchsorted(groups.ends, numbers.int(), right=True)
+        return self._composed(rows, scale, partial(_of_groups, groups=groups, kernels=kernels), owner)
 
     def of_blocks(self, blocks: Tensor, scale: Tensor, owner: Tensor | None) -> Tensor:
         """Gated feed-forwards of blocks of rows, times a factor of each row: (n, B, D), (n, B) to (n, B, D).
@@ -70,16 +106,48 @@ class ExpertMatrices:
         Args:
             owner: (n,) int64, expert of each block; None: one block of each.
         """
-        if self.of_gate_up is None and self.of_down is None:
+        if self.is_plain:
             return BlockProducts.apply(blocks, scale, self.gate_up, self.down, self.number, owner)  # type: ignore[no-any-return]
-        return self._updated(blocks, scale, partial(_of_owners, owner=owner))
+        return self._composed(blocks, scale, partial(_of_owners, owner=owner), owner)
 
-    def _updated(self, rows: Tensor, scale: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Gated feed-forwards with low-rank updates, of products that autograd differentiates."""
+    def _composed(
+        self, rows: Tensor, scale: Tensor, product: Callable[[Tensor, Tensor], Tensor], owner: Tensor | None
+    ) -> Tensor:
+        """Gated feed-forwards of products that autograd differentiates.
+
+        Args:
+            rows, scale: (N, D) and (N,), or (n, B, D) and (n, B).
+            product: Product of rows with the transposed matrix of their expert.
+            owner: (N,) or (n,), expert of each row or block; None: one block of each.
+        """
         first, last = _of_blocks(self.gate_up, self.down, self.number)
-        gate, values = _with_update(rows, first, self.of_gate_up, product).chunk(2, dim=-1)
-        hidden = F.silu(gate) * values * scale.unsqueeze(-1).to(rows.dtype)
-        return _with_update(hidden, last, self.of_down, product)
+        factor = scale.unsqueeze(-1).to(rows.dtype)
+        projected = _with_update(rows, first, self.of_gate_up, product)
+        if self.biases is not None:
+            projected = projected + _of_owner(self.biases[0], self.number, owner, rows.dim())
+        gate, values = projected.chunk(2, dim=-1)
+        if self.unit is None:
+            hidden = F.silu(gate) * values
+        else:
+            hidden = self.unit(gate, values)
+        out = _with_update(hidden * factor, last, self.of_down, product)
+        if self.biases is not None:
+            out = out + _of_owner(self.biases[1], self.number, owner, rows.dim()) * factor
+        return out
+
+
+def _of_owner(bias: Tensor, number: int, owner: Tensor | None, num_dims: int) -> Tensor:
+    """Bias of the expert of each row or block, (E * M,) to (N, M) or (n, 1, M).
+
+    A product with ones and zeros, so that the gradient is a product as well, whose sum has an order.
+    """
+    by_expert: Tensor = bias.unflatten(0, (number, -1))
+    if owner is not None:
+        numbers = torch.arange(number, device=owner.device)
+        by_expert = (owner.unsqueeze(1) == numbers).to(bias.dtype) @ by_expert
+    if num_dims > by_expert.dim():
+        return by_expert.unsqueeze(1)
+    return by_expert
 
 
 def _with_update(

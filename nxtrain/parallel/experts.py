@@ -15,18 +15,22 @@ from nxtrain.common.dimensions import MoeShape
 from nxtrain.common.sharding import Init, ShardSpec
 from nxtrain.parallel.dispatch import capacity_of, dispatch, num_dropped, static_dispatch
 from nxtrain.parallel.expert_parallel import ExpertParallel
-from nxtrain.parallel.expert_products import ExpertMatrices, LowRank
+from nxtrain.parallel.expert_products import ClampedUnit, ExpertMatrices, LowRank
 from nxtrain.parallel.regions import TensorParallel
 
 
 class _Matrices(nn.Module):
-    """One matrix of every expert of this rank, as one parameter."""
+    """One matrix of every expert of this rank, as one parameter, and perhaps their biases as another."""
 
-    def __init__(self, spec: ShardSpec, init: Init, tp: TensorParallel) -> None:
+    def __init__(self, spec: ShardSpec, init: Init, tp: TensorParallel, bias: ShardSpec | None) -> None:
         super().__init__()
         spec = replace(spec, init=init)
         self.specs = {"weight": spec}
         self.weight = tp.empty(spec)
+        self.bias: nn.Parameter | None = None
+        if bias is not None:
+            self.specs["bias"] = bias
+            self.bias = tp.empty(bias)
 
 
 class Experts(nn.Module):
@@ -63,8 +67,12 @@ class Experts(nn.Module):
         if expert_parallel is not None:
             own = expert_parallel.own(mixture.num_experts)
         specs = mixture.specs(hidden_size, own)
-        self.gate_up_proj = _Matrices(specs["experts.gate_up_proj.weight"], init, tp)
-        self.down_proj = _Matrices(specs["experts.down_proj.weight"], init_out, tp)
+        of_gate_up, of_down = (specs.get(f"experts.{name}.bias") for name in ("gate_up_proj", "down_proj"))
+        self.gate_up_proj = _Matrices(specs["experts.gate_up_proj.weight"], init, tp, of_gate_up)
+        self.down_proj = _Matrices(specs["experts.down_proj.weight"], init_out, tp, of_down)
+        self._unit: ClampedUnit | None = None
+        if mixture.limit is not None:
+            self._unit = ClampedUnit(mixture.limit, mixture.alpha)
         self._num_experts, self._tp, self._capacity_factor = mixture.num_experts, tp, capacity_factor
         self.num_own, self._expert_parallel = len(own), expert_parallel
 
@@ -85,8 +93,14 @@ class Experts(nn.Module):
             if tp.sequence_parallel:
                 dropped = dropped / tp.axis.size
         tokens = (x.flatten(0, 1), weights.flatten(0, 1), indices.flatten(0, 1))
-        updates = () if self.updates is None else self.updates()
-        matrices = ExpertMatrices(self.gate_up_proj.weight, self.down_proj.weight, self.num_own, *updates)
+        updates = (None, None) if self.updates is None else self.updates()
+        biases: tuple[Tensor, Tensor] | None = None
+        if self.gate_up_proj.bias is not None and self.down_proj.bias is not None:
+            # Every rank of tp has a part of the sum.
+            biases = self.gate_up_proj.bias, self.down_proj.bias / tp.axis.size
+        matrices = ExpertMatrices(
+            self.gate_up_proj.weight, self.down_proj.weight, self.num_own, *updates, biases=biases, unit=self._unit
+        )
         if tp.comm.lazy or tp.kernels.static_shapes or torch.compiler.is_compiling():
             out = static_dispatch(*tokens, matrices, self._num_experts, capacity, self._expert_parallel)
         else:

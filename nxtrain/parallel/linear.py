@@ -193,13 +193,22 @@ class RowLinear(SplitBackward):
         out_features: O.
         init: Initial values of the weight.
         tp: Tensor parallel context of the layer.
+        bias: The layer has a bias, which every rank holds whole.
     """
 
-    def __init__(self, in_features: int, out_features: int, init: Init, tp: TensorParallel) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, init: Init, tp: TensorParallel, *, bias: bool = False
+    ) -> None:
         super().__init__()
         spec = ShardSpec.row(in_features, out_features, init)
         self.specs = {"weight": spec}
         self.weight = tp.empty(spec)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            zeros = Init("zeros")
+            partial = tp.sequence_parallel
+            self.specs["bias"] = ShardSpec((out_features,), partial_gradient=partial, decay=False, init=zeros)
+            self.bias = tp.empty(self.specs["bias"])
         self.tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
@@ -214,7 +223,7 @@ class RowLinear(SplitBackward):
             out = self.restored(x, self.weight)
         else:
             out = tp.kernels.linear(x, self.weight)
-        return tp.exit(out)
+        return self.exit(out)
 
     def product(self, x: Tensor) -> tuple[Tensor, ...]:
         """Part of `forward` without communication, at any positions: (T, B, I/tp) to the arguments of `exit`."""
@@ -222,7 +231,10 @@ class RowLinear(SplitBackward):
 
     def exit(self, out: Tensor, *others: Tensor) -> Tensor:
         """Sum of the parts of all ranks: (S, B, O), overwritten, to (S/tp, B, O)."""
-        return self.tp.exit(out)
+        out = self.tp.exit(out)
+        if self.bias is not None:
+            out = _Biased.apply(out, self.bias)
+        return out
 
 
 def _local_product(layer: SplitBackward, x: Tensor) -> Tensor:

@@ -40,8 +40,8 @@ class NativeLayers(LayerSet):
     ) -> ColumnLinear:
         return ColumnLinear(in_features, segments, init, self._parallel, bias=bias)
 
-    def row(self, in_features: int, out_features: int, init: Init) -> RowLinear:
-        return RowLinear(in_features, out_features, init, self._parallel)
+    def row(self, in_features: int, out_features: int, init: Init, *, bias: bool = False) -> RowLinear:
+        return RowLinear(in_features, out_features, init, self._parallel, bias=bias)
 
     def embedding(self, vocab_size: int, hidden_size: int, init: Init) -> VocabEmbedding:
         return VocabEmbedding(vocab_size, hidden_size, init, self._parallel)

@@ -33,9 +33,18 @@ def expert_tensors(job: Job) -> list[tuple[str, str, int]]:
     if num_adapters:
         columns = num_adapters * 2 * job.slots * job.config.finetune.r
         kept.append(("experts", "columns of adapters", columns * job.params_size))
-        kept.append(
-            ("experts", "unit and inputs of the last product", 3 * job.slots * job.inner_width * job.params_size)
-        )
+    # Products that autograd differentiates keep what is between them.
+    between = 0
+    if mixture.limit is not None:
+        between = 5
+    elif num_adapters:
+        between = 2 + job.config.finetune.targets.count("experts.down_proj")
+    if between:
+        hidden_rows = between * job.slots * job.inner_width
+        kept.append(("experts", "unit and inputs of the last product", hidden_rows * job.params_size))
+    if mixture.biases:
+        own = mixture.num_experts // job.config.parallel.ep
+        kept.append(("experts", "biases of the rows", job.slots * (hidden + 2 * own) * job.params_size))
     return kept
 
 
@@ -58,6 +67,8 @@ def expert_work_bytes(job: Job) -> int:
     experts = mixture.num_experts // job.config.parallel.ep
     rows = 2 * job.slots * job.dimensions.hidden_size
     between = 8 * job.slots * job.inner_width  # gate, values and their gradients, and four products of both
+    if _num_adapters(job):
+        between = 3 * job.slots * job.inner_width  # what is between the products is kept already
     matrices = 0
     if job.num_micro > 1 and job.adapters is None:
         matrices = 3 * experts * job.inner_width * job.dimensions.hidden_size

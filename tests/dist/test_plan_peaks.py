@@ -51,6 +51,8 @@ FOUR: Tables = {
 
 EXPERTS = {"family": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 
+GPT_OSS = {"family": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 64}
+
 FEW = {"seq_len": 16, "micro_batch": 1}
 """So few tokens that parameters take most of the memory."""
 
@@ -207,6 +209,16 @@ RUNS: dict[str, Tables] = {
             "moe_intermediate_size": 96,
             "mlp_only_layers": [0, 2],
         }
+    },
+    "sinks, biases of experts": {"model": GPT_OSS},
+    "sinks, divided experts, zero1": {
+        "model": {**GPT_OSS, "num_hidden_layers": 2},
+        "parallel": {"dp": 2, "ep": 2, "shard": "zero1"},
+        "train": {**FEW, "global_batch": 4},
+    },
+    "adapters of experts": {
+        "model": EXPERTS,
+        "finetune": {"method": "lora", "r": 16, "targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]},
     },
     "qlora": {"finetune": {"method": "qlora", "r": 16}, "precision": MASTER, "train": {"seq_len": 32}},
     "qlora, tp": {

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nxtrain.backends.cpu_attention import _BlockedAttention, _WideFlashAttention, wide_flash_attention
 from nxtrain.backends.nf4 import whole_packing
-from nxtrain.backends.ranged_attention import RangedAttention
+from nxtrain.backends.ranged_attention import RangedAttention, SinkAttention
 from nxtrain.backends.torch_kernels import FusedKernels, SavingProduct, _RMSNorm, _Rotate, _SwiGLU
 from nxtrain.common.distributed.collectives import Collectives, Done, Op, Pending, RowCounts
 from nxtrain.common.kernels import Kernels
@@ -65,7 +65,7 @@ from tests.support.contract_kernels import (
     rotated_operands,
     swiglu_shape,
 )
-from tests.support.contract_ranges import LENGTHS, gathered_context, ranged, ring_context
+from tests.support.contract_ranges import LENGTHS, gathered_context, ranged, ring_context, with_sinks
 from tests.support.contract_regions import gather_sequence, gather_unit, reduce_gradient, reduce_sum, scatter_sequence
 from tests.support.float8 import float8_product
 
@@ -410,6 +410,7 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     _BlockedAttention: attention,
     _WideFlashAttention: wide_flash,
     RangedAttention: ranged,
+    SinkAttention: with_sinks,
     _Gather: gathered_context,
     _Ring: ring_context,
     SavingProduct: product,

@@ -25,7 +25,7 @@ from tests.support.contract import (
     compare,
 )
 from tests.support.contract_experts import grouped_gradient, grouped_matmul
-from tests.support.contract_ranges import LENGTHS, Values, attend, attend_backward, drawn_starts
+from tests.support.contract_ranges import LENGTHS, Values, attend, attend_backward, drawn_starts, sink_attention
 from tests.support.float8 import float8_matmul
 
 LARGEST_ROUNDED = 3e38
@@ -395,6 +395,7 @@ CASES: dict[str, Callable[[Kernels, Random], Work | Update]] = {
     "grouped_matmul": grouped_matmul,
     "grouped_gradient": grouped_gradient,
     "document_attention": document_attention,
+    "sink_attention": sink_attention,
     "attention": attention,
     "attend": attend,
     "attend_backward": attend_backward,

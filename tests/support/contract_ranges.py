@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.cpu_kernels import CpuKernels
-from nxtrain.backends.ranged_attention import RangedAttention
+from nxtrain.backends.ranged_attention import RangedAttention, SinkAttention
 from nxtrain.backends.torch_kernels import FusedKernels
 from nxtrain.common.kernels import Kernels, KeyRanges
 from nxtrain.common.sequence_cut import ContextMethod, CutLayout, SequenceCut
@@ -101,6 +101,25 @@ def attend(kernels: Kernels, rng: Random) -> Update:
     return Update(label, {"q": Operand(q), "k": Operand(kv), "v": Operand(kv)}, call, check)
 
 
+def sink_attention(kernels: Kernels, rng: Random) -> Work:
+    """Causal attention inside of documents, with a score of each head that has no value."""
+    length, batch = rng.choice(LENGTHS), rng.choice((1, 2, 3))
+    starts, window = drawn_starts(rng, batch, length), rng.choice((None, 1, 5))
+    ranges = KeyRanges.of(starts, torch.arange(length), window)
+    q, kv = ranged_shapes(rng, ranges)
+
+    def exact(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        out, sums = exact_ranged(q, k, v, ranges)
+        return out * torch.sigmoid(sums - sinks.view(-1, 1)).permute(2, 0, 1).unsqueeze(-1)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        return kernels.sink_attention(q, k, v, sinks, starts.to(q.device), window)
+
+    operands = {"q": Operand(q), "k": Operand(kv), "v": Operand(kv), "sinks": Operand(q[2:3])}
+    label = f"sink_attention of {type(kernels).__name__} on {q} queries and {kv} keys"
+    return Work(label, operands, call, exact)
+
+
 def attend_backward(kernels: Kernels, rng: Random) -> Update:
     """Gradients of an attention to some keys."""
     ranges = drawn_ranges(rng, rng.choice((1, 2, 3)), rng.choice(LENGTHS))
@@ -143,6 +162,23 @@ def ranged(ranks: Ranks, rng: Random) -> Work:
     operands = {"q": Operand(q), "k": Operand(kv), "v": Operand(kv)}
     label = f"RangedAttention on {q} and {kv}, {type(kernels).__name__}"
     return Work(label, operands, call, lambda q, k, v: exact_ranged(q, k, v, ranges)[0])
+
+
+def with_sinks(ranks: Ranks, rng: Random) -> Work:
+    """Attention to some keys and to a score of each head that has no value."""
+    ranges = drawn_ranges(rng, rng.choice((1, 2)), rng.choice(LENGTHS))
+    q, kv = ranged_shapes(rng, ranges)
+    kernels = drawn_blocks(rng)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        return SinkAttention.apply(q, k, v, sinks, ranges_on(q.device, ranges), kernels)  # type: ignore[no-any-return]
+
+    def exact(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        out, sums = exact_ranged(q, k, v, ranges)
+        return out * torch.sigmoid(sums - sinks.view(-1, 1)).permute(2, 0, 1).unsqueeze(-1)
+
+    operands = {"q": Operand(q), "k": Operand(kv), "v": Operand(kv), "sinks": Operand(q[2:3])}
+    return Work(f"SinkAttention on {q} and {kv}, {type(kernels).__name__}", operands, call, exact)
 
 
 def gathered_context(ranks: Ranks, rng: Random) -> Work:

@@ -24,7 +24,7 @@ from nxtrain.config.load import load
 from nxtrain.config.tables import toml_value
 from tests.support import TINY
 from tests.support.layouts import FULLY_SHARDED, ONE, Degrees
-from tests.support.models import MIXTURES, SCALING_TYPES, draw_experts, draw_scaling
+from tests.support.models import MIXTURES, SCALING_TYPES, WITH_EXPERTS, draw_experts, draw_scaling
 
 SEED = int(os.environ.get("NXTRAIN_FUZZ_SEED", "1"))
 """Seed of the drawn tests; the variable runs them on others."""
@@ -111,7 +111,7 @@ def draw(
             overrides |= _of_state(Random(f"state/{lane}/{seed}/{index}/{attempt}"), degrees, overrides)
         if lane in WITH_Z_LOSS:
             overrides["train.z_loss"] = Random(f"z/{lane}/{seed}/{index}/{attempt}").choice((0.0, 0.0, 1e-3, 0.1))
-        if family in MIXTURES:
+        if family in WITH_EXPERTS:
             overrides |= draw_experts(family, Random(f"experts/{lane}/{seed}/{index}/{attempt}"), overrides)
         if "model.config.rope_scaling" in overrides:
             overrides |= _of_scaling(Random(f"scaling/{lane}/{seed}/{index}/{attempt}"), overrides)
@@ -221,7 +221,7 @@ def _model(rng: Random, degrees: Degrees, *, xla: bool) -> dict[str, Any]:
 def _of_family(family: str, model: dict[str, Any], seq_len: int) -> dict[str, Any]:
     """Sizes that a family has beside those of all, or has otherwise."""
     window = {"sliding_window": 1 + model["intermediate_size"] % (seq_len + 1)}  # one token to more than a sequence
-    if family == "mistral":
+    if family in ("mistral", "gpt_oss"):
         return window
     if family == "qwen2":
         return {**window, "max_window_layers": model["vocab_size"] % (model["num_hidden_layers"] + 1)}

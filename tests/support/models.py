@@ -43,6 +43,7 @@ from nxtrain.parallel.regions import TensorParallel
 SCALING_TYPES = ("linear", "dynamic", "yarn", "llama3")
 MIXTURES = ("mixtral", "qwen3_moe")
 """Families with experts, which are drawn where a test asks for them."""
+WITH_EXPERTS = (*MIXTURES, "gpt_oss")
 
 
 def draw_scaling(rope_type: str, rng: Random, seq_len: int) -> dict[str, Any]:
@@ -81,8 +82,10 @@ def draw_experts(family: str, rng: Random, given: Mapping[str, Any]) -> dict[str
         "num_experts_per_tok": rng.randint(1, number),
         "router_aux_loss_coef": rng.choice((0.0, 0.02, 0.5)),
     }
-    if family == "mixtral":
+    if family in ("mixtral", "gpt_oss"):
         shape |= {"num_local_experts": number, "intermediate_size": rng.randint(1, 60)}
+        if family == "gpt_oss":
+            shape |= {"swiglu_limit": rng.choice((0.3, 7.0)), "swiglu_alpha": rng.choice((1.0, 1.702))}
     else:
         layers = range(given["model.config.num_hidden_layers"])
         shape |= {
@@ -237,6 +240,9 @@ def hf_tensors(dimensions: Dimensions, tensors: Iterable[tuple[str, Tensor]]) ->
         elif prefix:
             prefix = prefix.removesuffix("mlp") + mixture.module
             for expert, matrix in enumerate(tensor):
+                if mixture.biases:
+                    results |= _of_gpt_oss(f"{prefix}.experts.{expert}", leaf, matrix)
+                    continue
                 parts = {mixture.down: matrix}
                 if leaf == "gate_up_proj":
                     parts = dict(zip((mixture.gate, mixture.up), matrix.chunk(2), strict=True))
@@ -244,6 +250,15 @@ def hf_tensors(dimensions: Dimensions, tensors: Iterable[tuple[str, Tensor]]) ->
         else:
             results[name.replace(".mlp.gate.", f".{mixture.module}.gate.")] = tensor
     return results
+
+
+def _of_gpt_oss(expert: str, leaf: str, matrix: Tensor) -> dict[str, Tensor]:
+    """Views of the matrices or biases of an expert of gpt-oss, whose columns are outputs, gate and values by turns."""
+    kind = "bias" if leaf.endswith("_bias") else "weight"
+    by_output = matrix.t() if kind == "weight" else matrix
+    if leaf.startswith("down_proj"):
+        return {f"{expert}.down_proj.{kind}": by_output}
+    return {f"{expert}.gate_proj.{kind}": by_output[::2], f"{expert}.up_proj.{kind}": by_output[1::2]}
 
 
 def weights_of(resolved: Resolved, std: float = 0.05) -> dict[str, Tensor]:

@@ -69,7 +69,8 @@ def reference(
     """
     model = hf_model(resolved, weights=weights).double()
     # Eager attention rounds its softmax to float32, and takes twice the time of the fused one, which does not.
-    model.set_attn_implementation("sdpa")
+    if not resolved.dimensions.sinks:
+        model.set_attn_implementation("sdpa")
     wrapped = wrap(model)
     optim = resolved.config.optim
     trained = {name: p for name, p in wrapped.named_parameters() if p.requires_grad}
@@ -170,7 +171,9 @@ def _optimizers(trained: Mapping[str, torch.nn.Parameter], resolved: Resolved) -
 
 def _decays(name: str, parameter: Tensor, norms: bool) -> bool:
     """Weight decay applies to matrices, to norms where the run says so, and never to biases."""
-    return parameter.dim() > 1 or (norms and not name.endswith(".bias"))
+    if name.endswith("bias"):
+        return False
+    return parameter.dim() > 1 or (norms and not name.endswith(".sinks"))
 
 
 def narrow_reference(resolved: Resolved, steps: int, *, masters: bool) -> Course:

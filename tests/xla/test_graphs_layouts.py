@@ -75,10 +75,13 @@ def test_ranks_with_other_experts_record_one_graph(shard: str, dispatch: str, op
     assert update["dp_scale"] == pytest.approx(1 / 4)
 
 
-@pytest.mark.parametrize(("pp", "dispatch"), [(1, "capacity"), (2, "dropless")])
-def test_ranks_of_a_model_with_experts_record_the_same_graphs(pp: int, dispatch: str) -> None:
+@pytest.mark.parametrize(
+    ("pp", "dispatch", "family"),
+    [(1, "capacity", "qwen3_moe"), (2, "dropless", "qwen3_moe"), (1, "dropless", "gpt_oss")],
+)
+def test_ranks_of_a_model_with_experts_record_the_same_graphs(pp: int, dispatch: str, family: str) -> None:
     """The statistics of the routers travel with the hidden state, and are summed once for a micro-batch."""
-    _, graphs = report(*ROUTED, f"parallel.pp={pp}", f"model.moe_dispatch={dispatch}")
+    _, graphs = report(*ROUTED, f"parallel.pp={pp}", f"model.moe_dispatch={dispatch}", f"model.family={family}")
     last = "steady micro-batch" if pp == 1 else "stage 1 forward"
     (summed,) = [row for row in graphs[last]["collectives"] if row["axis"] == "dp"]
     numbers = 2 * 8 + 5  # of 8 experts; torch-xla orders collectives by a further number

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
@@ -19,6 +19,7 @@ from nxtrain.backends.torch_kernels import FusedKernels
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.convert.hf_folder import CONFIG, Finiteness, HfFolder, read_object, write_json
 from nxtrain.checkpoint.convert.peft import MergedFolder, copy_companions, merged_checkpoint
+from nxtrain.checkpoint.convert.stacked_experts import ReadShards, stacked
 from nxtrain.checkpoint.convert.streamed import write_streamed
 from nxtrain.checkpoint.load import open_checkpoint, read_shards, whole_weights
 from nxtrain.checkpoint.meta import Meta, fingerprint
@@ -49,9 +50,6 @@ _EXPORTED_FILES = (
     "model*.safetensors",
     *COMPANIONS,
 )
-ReadShards = Callable[[Mapping[TensorShard, Tensor]], None]
-"""Function that fills a host tensor for each shard; a shard is some rows of a weight."""
-
 GENERATION_CONFIG = "generation_config.json"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _BEGIN = ("<|begin_of_text|>", "<s>")
@@ -117,7 +115,8 @@ def nxtrain_to_hf(
     family, config = meta.model()
     refuse_to_overwrite(dst, _EXPORTED_FILES)
     with new_folder(dst) as out:
-        _write_weights(whole_weights(manifest), partial(read_shards, checkpoint, manifest), out, max_shard_bytes)
+        given = whole_weights(manifest), partial(read_shards, checkpoint, manifest)
+        _write_weights(*stacked(*given, family.dimensions(config).mixture), out, max_shard_bytes)
         special = _copy_tokenizer(checkpoint / directory.TOKENIZER, out, meta.end_of_text)
         ids = {f"{role}_token_id": token and token[1] for role, token in special.items()}
         ids_of_text = {key: value for key, value in ids.items() if value is not None}
@@ -155,7 +154,7 @@ def write_merged(folder: MergedFolder, dst: Path, *, max_shard_bytes: int = 5_00
             target.copy_(folder.read(chunk.name, 0, chunk.block.offsets[0], chunk.block.sizes[0]))
 
     with new_folder(dst) as out:
-        _write_weights(chunks, read, out, max_shard_bytes)
+        _write_weights(*stacked(chunks, read, folder.mixture), out, max_shard_bytes)
         copy_companions(folder.path, out, dtype_name(folder.dtype))
 
 

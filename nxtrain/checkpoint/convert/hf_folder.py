@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nxtrain.checkpoint.convert.stacked_experts import STACKED, parts_of
 from nxtrain.checkpoint.meta import fingerprint
 from nxtrain.checkpoint.shard_files import bytes_of
 from nxtrain.checkpoint.shards import mismatches
@@ -46,12 +47,14 @@ class _Stored:
         name: Name in the file.
         expert: Index of the expert; None: the whole tensor.
         rows: Rows of the expert's matrix.
+        step: The tensor has the transposed matrix, and of so many columns one is of the matrix; 0: `rows` of it.
     """
 
     file: Path
     name: str
     expert: int | None = None
     rows: range = range(0)
+    step: int = 0
 
     def read(self, where: list[slice]) -> Tensor:
         """Read a box of entries."""
@@ -62,6 +65,10 @@ class _Stored:
                 part: Tensor = tensor[tuple(where)]
                 return part
             rows = self.rows[where[0]]
+            if self.step:
+                transposed = (slice(self.expert, self.expert + 1), *where[1:], slice(rows.start, rows.stop))
+                several: Tensor = tensor[transposed]
+                return several.squeeze(0)[..., :: self.step].t().contiguous()
             box = (slice(self.expert, self.expert + 1), slice(rows.start, rows.stop), *where[1:])
             matrix: Tensor = tensor[box]
             return matrix.squeeze(0)
@@ -129,6 +136,9 @@ class HfFolder:
         mixture = self.mixture
         if mixture is None:
             return
+        if mixture.biases:
+            self._unstack_in_turn(mixture)
+            return
         for name in stacked:
             num_experts, num_rows, num_columns = self.shapes.pop(name)
             stored = self._stored.pop(name)
@@ -145,6 +155,20 @@ class HfFolder:
         for name in [name for name in self.shapes if name.endswith(".mlp.gate.weight")]:
             own = name.replace(".mlp.", f".{mixture.module}.")
             self.shapes[own], self._stored[own] = self.shapes.pop(name), self._stored.pop(name)
+
+    def _unstack_in_turn(self, mixture: MoeShape) -> None:
+        """Give the matrices and biases of experts their own names; see `stacked_experts`."""
+        for name in [name for name in self.shapes if name.partition(".experts.")[2] in STACKED]:
+            stored, (num_experts, *_, width) = self._stored.pop(name), self.shapes[name]
+            others = self.shapes.pop(name)[1:-1]
+            module, _, leaf = name.rpartition(".")
+            parts, kind = parts_of(mixture, leaf)
+            step, number = len(parts), width // len(parts)
+            for expert, (index, part) in product(range(num_experts), enumerate(parts)):
+                own = f"{module}.{expert}.{part}.{kind}"
+                self.shapes[own] = (number, *others)
+                rows = range(index, index + number * step, step)
+                self._stored[own] = replace(stored, expert=expert, rows=rows, step=step)
 
     def fingerprint(self) -> str:
         """Identity of the weights: name, shape and middle row of every tensor. Reading all rows would take minutes."""

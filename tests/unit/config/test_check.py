@@ -342,7 +342,7 @@ def test_the_folder_chooses_the_family_unless_the_configuration_does(hf: Path) -
 def test_a_folder_of_a_family_that_is_not_installed_is_refused_with_those_that_are(hf: Path) -> None:
     (hf / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     result = only(hf, f"model.hf={hf}")
-    assert (result.key, result.hint) == ("model.hf", "installed: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe")
+    assert result.key == "model.hf" and result.hint.endswith("llama, mistral, mixtral, qwen2, qwen3, qwen3_moe")
     assert "config.json is of model_type 'mamba', which no installed family computes" in result.reason
 
 

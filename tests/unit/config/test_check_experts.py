@@ -87,3 +87,17 @@ def test_ranks_that_experts_do_not_fit_are_one_problem(
         resolve_config(load(tmp_path / "run.toml", [*model, *degrees]), world)
     (problem,) = refused.value.problems
     assert problem.key == key and "does not divide" in problem.reason and "use" in problem.hint
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"backend": {"layers": "nxd"}}, "backend.layers"),
+        ({"parallel": {"cp": 2}}, "parallel.cp"),
+        ({"finetune": {"method": "lora", "targets": ["experts.down_proj"]}}, "finetune.targets"),
+    ],
+)
+def test_what_biases_and_sinks_exclude_is_one_problem(sections: dict[str, Any], key: str) -> None:
+    of_gpt_oss = MoeShape(4, 1, 8, router="router", biases=True, limit=7.0)
+    (problem,) = experts(config(1, **sections), of_gpt_oss)
+    assert problem.key == key and problem.hint

@@ -39,14 +39,18 @@ PUBLISHED = {  # counts of the weights on the Hugging Face hub
     ("mixtral", "mixtral-8x22b"): 140_620_634_112,
     ("qwen3_moe", "qwen3-30b-a3b"): 30_532_122_624,
     ("qwen3_moe", "qwen3-235b-a22b"): 235_093_634_560,
+    ("gpt_oss", "gpt-oss-20b"): 20_914_757_184,
+    ("gpt_oss", "gpt-oss-120b"): 116_829_156_672,
 }
 ACTIVE = {  # published with them, in billions
     ("mixtral", "mixtral-8x7b"): 12.9,
     ("mixtral", "mixtral-8x22b"): 39.2,
     ("qwen3_moe", "qwen3-30b-a3b"): 3.35,
     ("qwen3_moe", "qwen3-235b-a22b"): 22.2,
+    ("gpt_oss", "gpt-oss-20b"): 3.61 + 201_088 * 2880 / 1e9,  # published without the embedding
+    ("gpt_oss", "gpt-oss-120b"): 5.13 + 201_088 * 2880 / 1e9,
 }
-MIXTURES = ("mixtral", "qwen3_moe")
+MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")
 NEW = (*FAMILIES[1:], *MIXTURES)
 SIZES = {
     "vocab_size": 512,
@@ -191,6 +195,14 @@ def test_a_token_passes_through_the_published_number_of_parameters(family: str, 
     if config.head_norms:
         matrices -= 2 * config.num_hidden_layers * config.head_size
     matrices -= config.vocab_size * config.hidden_size  # a lookup costs nothing
+    mixture = dimensions.mixture
+    if mixture is not None and mixture.biases:
+        of_heads = (
+            config.num_attention_heads + 2 * config.num_kv_heads
+        ) * config.head_size + config.num_attention_heads
+        of_experts = mixture.experts_per_token * (2 * mixture.expert_size + config.hidden_size)
+        biases = of_heads + config.hidden_size + mixture.num_experts + of_experts
+        matrices -= config.num_hidden_layers * biases
     scores = config.num_hidden_layers * config.num_attention_heads * config.head_size
     assert dimensions.flops_per_token(100) == 6 * matrices + 6 * 100 * scores
 

@@ -46,7 +46,8 @@ class NxdLayers(LayerSet):
         spec = ShardSpec.column(in_features, segments, init)
         return NxdColumn(spec, self.tp, self._dtype, self.sequence_parallel, bias=bias)
 
-    def row(self, in_features: int, out_features: int, init: Init) -> nn.Module:
+    def row(self, in_features: int, out_features: int, init: Init, *, bias: bool = False) -> nn.Module:
+        assert not bias, "models with such biases take our own layers"
         spec = ShardSpec.row(in_features, out_features, init)
         return NxdRow(spec, self.tp, self._dtype, self.sequence_parallel)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -12,6 +13,7 @@ import transformers
 from safetensors.torch import load_file
 
 from nxtrain.checkpoint.convert.hf import hf_to_nxtrain, nxtrain_to_hf
+from nxtrain.checkpoint.convert.hf_folder import HfFolder
 from nxtrain.checkpoint.convert.nxd_read import nxd_to_nxtrain
 from nxtrain.checkpoint.convert.nxd_write import NxdTarget, nxtrain_to_nxd
 from nxtrain.common.errors import ConfigError
@@ -65,6 +67,40 @@ def test_a_drawn_model_with_experts_comes_back_from_a_checkpoint_bit_for_bit(
         hf_to_nxtrain(tmp_path / "hf", tmp_path / "checkpoint")
     nxtrain_to_hf(tmp_path / "checkpoint", tmp_path / "back", max_shard_bytes=20_000)
     assert differing(tmp_path / "hf", tmp_path / "back") == []
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_a_drawn_gpt_oss_comes_back_from_a_checkpoint_bit_for_bit(tmp_path: Path, index: int) -> None:
+    """Files have one tensor for all experts, transposed, whose columns are gate and values by turns."""
+    run = draw("gpt-oss conversion", SEED, index, bf16=index % 2 == 1, family="gpt_oss")
+    export(run, tmp_path / "hf")
+    assert any(name.endswith("experts.gate_up_proj_bias") for name in tensors(tmp_path / "hf"))
+    hf_to_nxtrain(tmp_path / "hf", tmp_path / "checkpoint")
+    nxtrain_to_hf(tmp_path / "checkpoint", tmp_path / "back", max_shard_bytes=20_000)
+    assert differing(tmp_path / "hf", tmp_path / "back") == []
+
+
+def test_ranks_read_their_part_of_stacked_experts(tmp_path: Path) -> None:
+    """Any rows of any dimension, as ranks of tp and of ep read them."""
+    run = draw("gpt-oss parts", SEED, 0, family="gpt_oss")
+    weights = first_weights(run)
+    hf_model(run.resolved, weights=weights).save_pretrained(tmp_path)
+    folder, rng = HfFolder(tmp_path), Random(1)
+    for name, whole in weights.items():
+        if ".experts." in name:
+            dim = rng.randrange(whole.dim())
+            start = rng.randrange(whole.shape[dim])
+            length = rng.randint(1, whole.shape[dim] - start)
+            assert torch.equal(folder.read(name, dim, start, length), whole.narrow(dim, start, length)), name
+
+
+def test_weights_in_mxfp4_are_refused_with_a_way_out(tmp_path: Path) -> None:
+    run = draw("gpt-oss parts", SEED, 0, family="gpt_oss")
+    export(run, tmp_path / "hf")
+    file = tmp_path / "hf" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
+    with pytest.raises(ConfigError, match=r"mxfp4.*dequantize"):
+        hf_to_nxtrain(tmp_path / "hf", tmp_path / "checkpoint")
 
 
 def suiting_nxd(run: Drawn) -> Drawn:

@@ -1,0 +1,52 @@
+"""gpt-oss: experts with biases and clamped units, sinks in the attention, and windows in every other layer.
+
+Source: OpenAI 2025 (arXiv:2508.10925).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from nxtrain.common.errors import ConfigError, Problem
+from nxtrain.common.family import ModelConfig
+from nxtrain_models.decoder import DecoderFamily
+from nxtrain_models.decoder.config import DecoderConfig
+from nxtrain_models.gpt_oss.config import YARN, GptOssConfig
+from nxtrain_models.gpt_oss.presets import PRESETS
+
+_KINDS = ("sliding_attention", "full_attention")
+
+
+class GptOss(DecoderFamily):
+    """gpt-oss, whose files stack the matrices of all experts of a block."""
+
+    name = "gpt_oss"
+    config_type = GptOssConfig
+    presets = PRESETS
+    architecture = "GptOssForCausalLM"
+    fixed: ClassVar[Mapping[str, object]] = {"attention_bias": True, "attention_dropout": 0.0}
+
+    def from_hf(self, hf_config: Mapping[str, Any]) -> DecoderConfig:
+        """Read a Hugging Face `config.json`, whose layers have windows by turns."""
+        layers = hf_config.get("layer_types")
+        if layers is not None and list(layers) != _kinds(len(layers)):
+            reason = "layers with and without a window in another order than by turns are not supported"
+            raise ConfigError([Problem("layer_types", reason, origin="config.json")])
+        values = {"num_key_value_heads": 8, **hf_config}
+        if not (values.get("rope_scaling") or values.get("rope_parameters")):
+            values["rope_scaling"] = {**YARN, "rope_theta": hf_config.get("rope_theta", 150_000.0)}
+        values.setdefault("sliding_window", 128)
+        return super().from_hf(values)
+
+    def to_hf(self, config: ModelConfig, dtype: str) -> dict[str, Any]:
+        """Write a Hugging Face `config.json`."""
+        return {**super().to_hf(config, dtype), "layer_types": _kinds(config.num_hidden_layers)}
+
+
+def _kinds(num_layers: int) -> list[str]:
+    """Kinds of attention of the layers, by turns."""
+    return [_KINDS[layer % 2] for layer in range(num_layers)]
+
+
+FAMILY = GptOss()
