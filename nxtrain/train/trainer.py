@@ -21,8 +21,9 @@ from nxtrain.metrics.routers import ROUTER_NUMBERS, Loads, router_numbers
 from nxtrain.metrics.run_observer import RunObserver
 from nxtrain.metrics.sinks import Sink
 from nxtrain.optim.schedule import Schedule
+from nxtrain.train.device_batch import DeviceBatch
 from nxtrain.train.health.numerics import NumericsGuard
-from nxtrain.train.step import DeviceBatch, StepResult, TrainState, eval_step, train_step
+from nxtrain.train.step import StepResult, TrainState, eval_step, train_step
 from nxtrain.train.supervision.coordinated_stop import StepGate
 
 ROUTERS = ("aux_loss", "router_z_loss")

@@ -29,7 +29,8 @@ from nxtrain.nn import attention
 from nxtrain.parallel import context_parallel
 from nxtrain.parallel.context_parallel import ContextParallel
 from nxtrain.train import step
-from nxtrain.train.step import DeviceBatch, eval_step
+from nxtrain.train.device_batch import DeviceBatch
+from nxtrain.train.step import eval_step
 from tests.support.corpora import END, drawn_row
 from tests.support.flash_on_cpu import FlashOnCpu
 from tests.support.models import hf_model, weights_of

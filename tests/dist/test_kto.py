@@ -14,9 +14,10 @@ from torch import Tensor
 
 from nxtrain.backends.base import Backend
 from nxtrain.train import kto, step
+from nxtrain.train.device_batch import DeviceBatch
 from nxtrain.train.kto import Kto
 from nxtrain.train.preferences import Pairs
-from nxtrain.train.step import DeviceBatch, TrainState, eval_step, train_step
+from nxtrain.train.step import TrainState, eval_step, train_step
 from tests.support.drawn import SEED
 from tests.support.drawn_runs import error_of, failures
 from tests.support.labelled import (

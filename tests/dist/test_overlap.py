@@ -21,7 +21,8 @@ from nxtrain.parallel.data_parallel import Bucketed, Reduction, Replicated
 from nxtrain.tools.bench.train import SHAPE, Workload
 from nxtrain.tools.bench.training import batch, ours
 from nxtrain.train import build
-from nxtrain.train.step import DeviceBatch, TrainState, train_step
+from nxtrain.train.device_batch import DeviceBatch
+from nxtrain.train.step import TrainState, train_step
 from nxtrain.train.step_profiler import StepProfiler
 from tests.support.models import weights_of
 from tests.support.overlap import read_profiles

@@ -19,7 +19,8 @@ from nxtrain.config.check import Resolved
 from nxtrain.optim.adamw import AdamW
 from nxtrain.parallel.precision import DTYPES
 from nxtrain.train.build import build_mesh
-from nxtrain.train.step import DeviceBatch, TrainState, train_step
+from nxtrain.train.device_batch import DeviceBatch
+from nxtrain.train.step import TrainState, train_step
 from tests.support.models import changed, weights_of
 from tests.support.parity import batches, layout, local_batch, start, table_of, whole
 from tests.support.ranks import RankPool

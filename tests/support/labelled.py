@@ -19,7 +19,8 @@ from nxtrain.backends.cpu import CpuBackend
 from nxtrain.common.vocab import DESIRABLE_BIT, END_BIT, IGNORE_INDEX, PROMPT_BIT
 from nxtrain.config.finetune_schema import FinetuneConfig
 from nxtrain.data.loader import swap_answers
-from nxtrain.train.step import DeviceBatch, TrainState, train_step
+from nxtrain.train.device_batch import DeviceBatch
+from nxtrain.train.step import TrainState, train_step
 from nxtrain.train.trainer import on_device
 from tests.support.layouts import ONE, Degrees
 from tests.support.pairs import (

@@ -24,7 +24,8 @@ from nxtrain.backends.xla.tracing import pretended_nxd
 from nxtrain.config.check import Resolved
 from nxtrain.tools.trace.trace import trace
 from nxtrain.train.build import build_meta, mesh_of
-from nxtrain.train.step import DeviceBatch, train_step
+from nxtrain.train.device_batch import DeviceBatch
+from nxtrain.train.step import train_step
 from tests.support import nxd_cpu
 from tests.support.models import tokens, weights_of
 from tests.support.parity import LR, Course, run_ours, start

@@ -22,7 +22,8 @@ from nxtrain.common.vocab import END_BIT, ID_MASK, IGNORE_INDEX, PROMPT_BIT
 from nxtrain.config.check import Resolved
 from nxtrain.config.finetune_schema import FinetuneConfig
 from nxtrain.data.loader import Batch, batch_of
-from nxtrain.train.step import DeviceBatch, TrainState, train_step
+from nxtrain.train.device_batch import DeviceBatch
+from nxtrain.train.step import TrainState, train_step
 from nxtrain.train.trainer import on_device
 from tests.support.drawn import draw
 from tests.support.drawn_runs import first_weights

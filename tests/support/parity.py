@@ -21,7 +21,8 @@ from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.config.check import Resolved
 from nxtrain.optim.adamw import AdamW
 from nxtrain.train.build import build_mesh, build_meta, build_state, mesh_of
-from nxtrain.train.step import DeviceBatch, TrainState, train_step
+from nxtrain.train.device_batch import DeviceBatch
+from nxtrain.train.step import TrainState, train_step
 from tests.support.adamw import wide_newton_schulz
 from tests.support.models import hf_model, hf_tensors, our_model, plan, tokens
 

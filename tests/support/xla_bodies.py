@@ -23,7 +23,8 @@ from nxtrain.nn.attention import CausalAttention
 from nxtrain.optim.rounding import rounding_keys
 from nxtrain.parallel.context_parallel import ContextParallel
 from nxtrain.parallel.grads import Gradients
-from nxtrain.train.step import DeviceBatch, train_step
+from nxtrain.train.device_batch import DeviceBatch
+from nxtrain.train.step import train_step
 from tests.support import nxd_xla
 from tests.support.drawn import Drawn
 from tests.support.drawn_runs import ours

@@ -17,7 +17,7 @@ from nxtrain.common.errors import CheckpointError, DataError
 from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.config.check import Resolved
 from nxtrain.data.loader import Batch
-from nxtrain.train.step import DeviceBatch
+from nxtrain.train.device_batch import DeviceBatch
 from nxtrain.train.trainer import Trainer
 from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
 from tests.support.models import changed

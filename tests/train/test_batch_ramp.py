@@ -18,7 +18,8 @@ from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.config.check import Resolved
 from nxtrain.data import BatchShare, Loader
 from nxtrain.data.samples import TableSamples
-from nxtrain.train.step import DeviceBatch, train_step
+from nxtrain.train.device_batch import DeviceBatch
+from nxtrain.train.step import train_step
 from tests.support.models import weights_of
 from tests.support.parity import OPTIM, reference, start
 from tests.support.ranks import RankPool

@@ -18,7 +18,8 @@ from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from nxtrain.train import trainer
 from nxtrain.train.build import build_model
-from nxtrain.train.step import DeviceBatch, StepResult, TrainState, train_step
+from nxtrain.train.device_batch import DeviceBatch
+from nxtrain.train.step import StepResult, TrainState, train_step
 from tests.support.ranks import RankPool
 from tests.support.runs import GLOBAL_BATCH, SEQ_LEN, course, records, run_plan, token_file, train_rank
 

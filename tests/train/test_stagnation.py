@@ -18,7 +18,8 @@ from nxtrain.config.schedule import ScheduleConfig
 from nxtrain.config.schema import RunConfig
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train.build import build_model, build_state
-from nxtrain.train.step import DeviceBatch, train_step
+from nxtrain.train.device_batch import DeviceBatch
+from nxtrain.train.step import train_step
 from tests.support.adamw import rounding_to_nearest
 
 VOCAB, BATCH, SEQ_LEN = 32, 8, 64

@@ -29,7 +29,8 @@ from nxtrain.tools.bench.breakdown import EXCHANGE, UPDATE, WAIT, break_down
 from nxtrain.tools.bench.clocks import Clocks
 from nxtrain.tools.bench.train import BREAKDOWN, COMPILED, OURS, PEAK, PEER, PEER_COMPILED, TITAN, Workload
 from nxtrain.train.build import build_model, build_state, mesh_of
-from nxtrain.train.step import DeviceBatch, TrainState, train_step
+from nxtrain.train.device_batch import DeviceBatch
+from nxtrain.train.step import TrainState, train_step
 
 Step: TypeAlias = Callable[[], float]  # one update; returns the loss, after which the device is idle
 

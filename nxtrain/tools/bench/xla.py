@@ -29,7 +29,8 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.tools.bench import harness
 from nxtrain.tools.bench.train import OURS, PEER
 from nxtrain.train.build import build_model, build_state
-from nxtrain.train.step import DeviceBatch, train_step
+from nxtrain.train.device_batch import DeviceBatch
+from nxtrain.train.step import train_step
 
 TRACE = "trace"
 WORLD, TP = 4096, 8  # the world that a rank is traced in

@@ -43,8 +43,9 @@ class Sampling:
         best, tokens = scores.double().topk(min(self.top_k or scores.numel(), scores.numel()))
         # Subtract the best score first: dividing by a temperature near 0 would overflow.
         chances = ((best - best[0]) / self.temperature).softmax(0)
-        before = chances.cumsum(0) - chances
-        chances = torch.where(before < self.top_p, chances, 0.0)
+        if self.top_p < 1:  # the rounded sum of all but the rarest tokens may reach 1
+            before = chances.cumsum(0) - chances
+            chances = torch.where(before < self.top_p, chances, 0.0)
         return int(tokens[torch.multinomial(chances, 1, generator=generator)])
 
 

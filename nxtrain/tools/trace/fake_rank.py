@@ -41,7 +41,8 @@ from nxtrain.plan.job import Attention, Job
 from nxtrain.plan.memory import Bytes
 from nxtrain.plan.moments import in_flight
 from nxtrain.train.build import build_mesh, build_model, build_state
-from nxtrain.train.step import DeviceBatch, TrainState, train_step
+from nxtrain.train.device_batch import DeviceBatch
+from nxtrain.train.step import TrainState, train_step
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,9 @@ from nxtrain.common.kernels import RoundingKey
 from nxtrain.common.mesh import Mesh
 from nxtrain.config.check import Resolved
 from nxtrain.train.build import build_model, build_state
+from nxtrain.train.device_batch import DeviceBatch
 from nxtrain.train.health.fallbacks import Fallbacks
-from nxtrain.train.step import DeviceBatch, TrainState, train_step
+from nxtrain.train.step import TrainState, train_step
 from nxtrain.train.step_profiler import StepProfiler
 from tests.support import fake_neuron
 from tests.support.fake_neuron import StandInDevice

@@ -302,7 +302,8 @@ fake_neuron.install()
 from nxtrain.backends import open_backend
 from nxtrain.common.mesh import Mesh
 from nxtrain.train.build import build_model, build_state
-from nxtrain.train.step import DeviceBatch, train_step
+from nxtrain.train.device_batch import DeviceBatch
+from nxtrain.train.step import train_step
 from tests.support.models import plan, tokens
 resolved, backend, mesh = plan("gqa2"), open_backend("neuron-native"), Mesh.build(1, 0)
 state = build_state(resolved, build_model(resolved, backend, mesh, init="draw"), backend, mesh)

@@ -203,10 +203,12 @@ def test_rows_after_a_resume_keep_the_ends_of_their_documents(tmp_path: Path, se
             np.testing.assert_array_equal(getattr(ours, item), getattr(expected, item))
 
 
-def inferring(rows: NDArray[np.int64], micro_batch: int, *, end_id: int, doc_mask: bool) -> Batch:
+def inferring(rows: NDArray[np.int64], micro_batch: int, *, end_id: int, doc_mask: bool, seq_len: int = 0) -> Batch:
     """Batch whose documents end at each end of text: the defect that these tests are for."""
     is_end = (rows != IGNORE_INDEX) & (rows & ID_MASK == end_id)
-    return batch_of(np.where(is_end, rows | END_BIT, rows), micro_batch, end_id=end_id, doc_mask=doc_mask)
+    return batch_of(
+        np.where(is_end, rows | END_BIT, rows), micro_batch, end_id=end_id, doc_mask=doc_mask, seq_len=seq_len
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -20,7 +20,8 @@ from nxtrain.plan import activations, memory, moments
 from nxtrain.plan.job import Job
 from nxtrain.tools.trace.fake_rank import LiveBytes
 from nxtrain.train.build import build_mesh, build_model, build_state
-from nxtrain.train.step import DeviceBatch, TrainState, train_step
+from nxtrain.train.device_batch import DeviceBatch
+from nxtrain.train.step import TrainState, train_step
 from tests.support.drawn import FAMILIES
 from tests.support.models import plan, tokens
 

@@ -1,0 +1,85 @@
+"""A global batch on the device: this rank's rows and positions, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nxtrain.common.mesh import Axis
+from nxtrain.parallel.pipeline import MicroBatches
+from nxtrain.train.preferences import Pairs
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """This rank's part of a global batch, on the device.
+
+    Args:
+        inputs, targets: (B, S) int64 for each micro-batch, at this rank's positions; targets of `IGNORE_INDEX` do not
+            count.
+        starts: First position of each position's document, likewise; empty without masks between documents.
+        pairs: Answers of each micro-batch; empty without an objective on answers.
+        counted: (S/tp, B) float32 for each micro-batch, 1 for a token that the routers' losses count and 0 for padding;
+            empty if all count.
+        swapped: The same rows with answers of other prompts; None without labelled answers.
+    """
+
+    inputs: Sequence[Tensor]
+    targets: Sequence[Tensor]
+    starts: Sequence[Tensor] = ()
+    pairs: Sequence[Pairs] = ()
+    counted: Sequence[Tensor] = ()
+    swapped: DeviceBatch | None = None
+
+    @property
+    def micro_batches(self) -> MicroBatches:
+        """Arguments of `CausalLM.loss` for each micro-batch."""
+        if self.counted:
+            starts: Sequence[Tensor | None] = self.starts or [None] * len(self.counted)
+            return list(zip(self.inputs, self.targets, starts, self.counted, strict=True))
+        return list(zip(*filter(len, (self.inputs, self.targets, self.starts)), strict=True))
+
+    @staticmethod
+    def of(  # 8 arguments: tensors of whole sequences, and this rank's part of them
+        inputs: Tensor,
+        targets: Tensor,
+        put: Callable[[Tensor], Tensor],
+        starts: Tensor | None = None,
+        positions: Tensor | None = None,
+        answers: Mapping[str, Tensor] | None = None,
+        padding: Tensor | None = None,
+        tokens_axis: Axis | None = None,
+    ) -> DeviceBatch:
+        """Upload host tensors of whole sequences, (num_micro, B, S), each micro-batch alone.
+
+        Slices of one device tensor would give each micro-batch a graph of its own on a lazy device. Targets were
+        shifted in the whole sequences, so that the division between ranks changes none.
+
+        Args:
+            starts: First position of each position's document; None: a row is one document.
+            positions: Positions of this rank under context parallelism; None: all.
+            answers: Fields of `Pairs` that are known, by name; None without answers.
+            padding: Positions after the last document, bool; None: the routers' losses count all.
+            tokens_axis: Ranks that divide the tokens between layers; None: each has all tokens of its positions.
+        """
+
+        def put_each(tensor: Tensor) -> list[Tensor]:
+            if positions is not None:
+                tensor = tensor.index_select(-1, positions)
+            return [put(micro_batch.contiguous()) for micro_batch in tensor]
+
+        pairs: list[Pairs] = []
+        if answers is not None:
+            columns = {name: [put(x.contiguous()) for x in values] for name, values in answers.items()}
+            columns["numbers"] = put_each(answers["numbers"])
+            pairs = [Pairs(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
+        counted: list[Tensor] = []
+        if padding is not None:
+            own = padding if positions is None else padding.index_select(-1, positions)
+            if tokens_axis is not None:
+                own = own.chunk(tokens_axis.size, dim=-1)[tokens_axis.rank]
+            counted = [put(micro_batch.t().logical_not().float().contiguous()) for micro_batch in own]
+        each = [] if starts is None else put_each(starts)
+        return DeviceBatch(put_each(inputs), put_each(targets), each, pairs, counted)
