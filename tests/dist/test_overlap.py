@@ -75,7 +75,7 @@ def inside_a_backward_pass(backend: CpuBackend, *job: Any) -> tuple[bool, bool]:
     def look(_: Tensor) -> None:
         limit = time.monotonic() + LIMIT_S
         first = parallel._started.get(0)
-        work = cast(Any, first).flat.work if first is not None else None
+        work = cast(Any, first).packed.work if first is not None else None
         while work is not None and not work.is_completed() and time.monotonic() < limit:
             time.sleep(0.001)
         is_done = work is not None and work.is_completed()
