@@ -49,7 +49,7 @@ def test_a_corpus_is_prepared_recognised_and_inspected(tmp_path: Path) -> None:
         (("prepare", "bad.jsonl", "--out", "o.npy"), 2, ".arrow"),
         (("prepare", "bad.jsonl", "--out", "o.arrow", "--shard-bytes", "many"), 2, "is no size"),
         (("prepare", "bad.jsonl", "--out", "s3://bucket/o.arrow"), 2, "add --upload s3://bucket"),
-        (("prepare", "bad.jsonl", "--out", "o.arrow", "--upload", "bucket"), 2, "is no address of S3"),
+        (("prepare", "bad.jsonl", "--out", "o.arrow", "--upload", "bucket"), 2, "is no address in object storage"),
         (("inspect", "absent"), 2, "absent does not exist"),
         (("inspect", "none.bin"), 3, "unknown format"),
     ],
