@@ -70,7 +70,7 @@ WORKER_KINDS = {"killworker", "stopworker"}
 
 def test_the_long_one_draws_all_that_ends_or_hinders_a_run_at_every_point() -> None:
     result = [fault for seed in range(5) for text in drawn(seed, 2000, 20.0) for fault in parse(text)]
-    # The data of the long run have no workers.
-    assert {fault.point for fault in result} == {*POINTS} - {"log", "worker"}
+    # The data of the long run have no workers, and it evaluates nothing.
+    assert {fault.point for fault in result} == {*POINTS} - {"eval", "log", "worker"}
     assert {fault.kind for fault in result} == {*KINDS} - {"sleep", "nan", "inf", "spike", "flip", *WORKER_KINDS}
     assert drawn(3, 200, 20.0) == drawn(3, 200, 20.0) != drawn(4, 200, 20.0)
