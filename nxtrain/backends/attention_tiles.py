@@ -39,7 +39,7 @@ class Tile(NamedTuple):
     window: int | None = None
 
 
-class Shape(NamedTuple):
+class MaskKind(NamedTuple):
     """Settings of a call of a flash kernel, equal for all of its tiles."""
 
     causal: bool
@@ -89,7 +89,7 @@ def _last_pair(changes: NDArray[np.intp], pair: int) -> int:
     return int(changes[np.searchsorted(changes, pair)])
 
 
-def waves(by_sequence: Sequence[Sequence[Tile]]) -> list[tuple[Shape, list[tuple[int, Tile]]]]:
+def waves(by_sequence: Sequence[Sequence[Tile]]) -> list[tuple[MaskKind, list[tuple[int, Tile]]]]:
     """Group the tiles of sequences into calls, in a fixed order; within a call no two tiles have a key in common.
 
     The gradients of a call's keys are then sums of one part each, whatever the order on the device.
@@ -97,17 +97,17 @@ def waves(by_sequence: Sequence[Sequence[Tile]]) -> list[tuple[Shape, list[tuple
     Returns:
         Settings of each call, and the numbers of the sequences with their tiles.
     """
-    calls: dict[tuple[Shape, int], list[tuple[int, Tile]]] = {}
+    calls: dict[tuple[MaskKind, int], list[tuple[int, Tile]]] = {}
     for sequence, own in enumerate(by_sequence):
-        ends: dict[Shape, list[int]] = {}
+        ends: dict[MaskKind, list[int]] = {}
         for tile in own:
-            shape = Shape(tile.causal, tile.window)
-            highs = ends.setdefault(shape, [])
+            mask = MaskKind(tile.causal, tile.window)
+            highs = ends.setdefault(mask, [])
             free = [number for number, high in enumerate(highs) if high <= tile.low]
             number = free[0] if free else len(highs)
             highs[number : number + 1] = [tile.high]
-            calls.setdefault((shape, number), []).append((sequence, tile))
-    return [(shape, members) for (shape, _), members in calls.items()]
+            calls.setdefault((mask, number), []).append((sequence, tile))
+    return [(mask, members) for (mask, _), members in calls.items()]
 
 
 @lru_cache(maxsize=1024)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from nxtrain.backends.attention_tiles import Shape, Tile, first_seen, listed, tiles, undivided_tiles, waves
+from nxtrain.backends.attention_tiles import MaskKind, Tile, first_seen, listed, tiles, undivided_tiles, waves
 from nxtrain.backends.ranged_attention import Blocks, whole_rows
 from nxtrain.backends.sdpa_kernels import TRIAL_TOKENS, first_line, relative_error, wrong_numbers
 from nxtrain.common.kernels import KeyRanges, Pieces
@@ -34,14 +34,14 @@ class Call:
     Args:
         queries, keys: Positions of every sequence; or with offsets places in the rows of all sequences, (T,) int64,
             None: all places in order.
-        shape: Settings of the kernel.
+        mask: Settings of the kernel.
         offsets: (tiles + 1,) int32 twice, first query and first key of each tile; None: one tile for each sequence.
         longest: Most queries and most keys of a tile.
     """
 
     queries: Places
     keys: Places
-    shape: Shape
+    mask: MaskKind
     offsets: tuple[Tensor, Tensor] | None
     longest: tuple[int, int]
 
@@ -72,7 +72,7 @@ class TorchFlash(FlashKernel):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         places, sides = _settings(call)
         out, log_sums, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *places, 0.0, call.shape.causal, False, **sides
+            q, k, v, *places, 0.0, call.mask.causal, False, **sides
         )
         return out, log_sums
 
@@ -82,7 +82,7 @@ class TorchFlash(FlashKernel):
         places, sides = _settings(call)
         state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of random numbers, which no dropout reads
         grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-            grad, q, k, v, out, log_sums, *places, 0.0, call.shape.causal, state, state[:0], **sides
+            grad, q, k, v, out, log_sums, *places, 0.0, call.mask.causal, state, state[:0], **sides
         )
         return grads
 
@@ -91,8 +91,8 @@ def _settings(call: Call) -> tuple[tuple[Tensor | None, Tensor | None, int, int]
     """Offsets and lengths of a call in torch's order, and the sides of its window, of which -1 has no limit."""
     queries, keys = call.offsets or (None, None)
     sides = {}
-    if call.shape.window is not None:
-        sides = {"window_size_left": call.shape.window, "window_size_right": 0 if call.shape.causal else -1}
+    if call.mask.window is not None:
+        sides = {"window_size_left": call.mask.window, "window_size_right": 0 if call.mask.causal else -1}
     return (queries, keys, *call.longest), sides
 
 
@@ -211,7 +211,7 @@ def _taken(x: Tensor, places: Places) -> Tensor:
 def _whole(tile: Tile) -> Call:
     """Call of a tile that all sequences have."""
     longest = tile.end - tile.start, tile.high - tile.low
-    return Call(slice(tile.start, tile.end), slice(tile.low, tile.high), Shape(*tile[4:]), None, longest)
+    return Call(slice(tile.start, tile.end), slice(tile.low, tile.high), MaskKind(*tile[4:]), None, longest)
 
 
 def _packed(starts: np.ndarray, queries: Pieces, keys: Pieces, window: int | None, device: torch.device) -> list[Call]:
@@ -223,7 +223,7 @@ def _packed(starts: np.ndarray, queries: Pieces, keys: Pieces, window: int | Non
     last, positions = listed(queries), listed(keys)
     by_sequence = [tiles(first_seen(row, last, window), last, positions, slides=window is not None) for row in starts]
     calls = []
-    for shape, members in waves(by_sequence):
+    for mask, members in waves(by_sequence):
         sides = []
         for length, spans in (
             (len(last), [(row, tile.start, tile.end) for row, tile in members]),
@@ -234,7 +234,7 @@ def _packed(starts: np.ndarray, queries: Pieces, keys: Pieces, window: int | Non
             offsets = np.cumsum([0, *sizes], dtype=np.int32)
             sides.append((places, _uploaded(offsets, device), max(sizes)))
         (own, own_offsets, most), (theirs, their_offsets, most_keys) = sides
-        calls.append(Call(own, theirs, shape, (own_offsets, their_offsets), (most, most_keys)))
+        calls.append(Call(own, theirs, mask, (own_offsets, their_offsets), (most, most_keys)))
     return calls
 
 

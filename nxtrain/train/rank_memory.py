@@ -34,7 +34,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class AgreedStep:
     """Agreement of all ranks on the state from which the run goes on.
 
     Args:
@@ -53,7 +53,7 @@ class Agreement:
         return f"the state of step {self.step} comes from the memory of ranks {holders}, not from a checkpoint"
 
 
-def agree(standings: Sequence[Standing | None], replicas: Iterable[Sequence[int]]) -> Agreement | None:
+def agree(standings: Sequence[Standing | None], replicas: Iterable[Sequence[int]]) -> AgreedStep | None:
     """Agree on the newest step that a rank of each group of replicas holds; None: there is none.
 
     The leader writes the files of a run. If it lost its memory, the step counts as not concluded.
@@ -68,7 +68,7 @@ def agree(standings: Sequence[Standing | None], replicas: Iterable[Sequence[int]
         holders = frozenset(rank for rank, standing in known if standing.step == step)
         if all(holders.intersection(group) for group in groups):
             concluded = all(standing.is_concluded for _, standing in known if standing.step == step)
-            return Agreement(step, holders, concluded and 0 in holders)
+            return AgreedStep(step, holders, concluded and 0 in holders)
     return None
 
 
@@ -184,7 +184,7 @@ class RankMemory(RunObserver):
         """Step of the state; None: the state is absent, or between two steps."""
         return Standing(self._step, self._is_concluded) if self._is_whole else None
 
-    def agree(self, ranks: Ranks) -> Agreement | None:
+    def agree(self, ranks: Ranks) -> AgreedStep | None:
         """Agree with all ranks on the state from which this start goes on; None: no state is whole in memory."""
         self.resumed = None
         if not self.is_kept:

@@ -25,7 +25,7 @@ from nxtrain.train.build import build_model, build_state
 from nxtrain.train.compatibility import RunInputs, changes, meta_at, refuse_drift
 from nxtrain.train.context import RunContext
 from nxtrain.train.health.rollbacks import Rollbacks
-from nxtrain.train.rank_memory import Agreement, RankMemory, StepNumbers
+from nxtrain.train.rank_memory import AgreedStep, RankMemory, StepNumbers
 from nxtrain.train.schedule_change import rate_changes, with_rewarming
 from nxtrain.train.step import TrainState
 from nxtrain.train.tokenizer import read_known, refuse_other
@@ -133,7 +133,7 @@ def _resume(
     return meta, damaged
 
 
-def _recall(context: RunContext, state: TrainState, memory: RankMemory, agreement: Agreement) -> Meta:
+def _recall(context: RunContext, state: TrainState, memory: RankMemory, agreement: AgreedStep) -> Meta:
     """Fill the state from the memories of the ranks; return the metadata of its step.
 
     A holder has each tensor itself. Any other rank receives it from the first holder among its replicas.

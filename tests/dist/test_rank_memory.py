@@ -29,7 +29,7 @@ from nxtrain.train import rank_memory, step, trainer
 from nxtrain.train.assembly import assemble
 from nxtrain.train.build import build_mesh
 from nxtrain.train.context import RunContext
-from nxtrain.train.rank_memory import Agreement, RankMemory, Standing, agree
+from nxtrain.train.rank_memory import AgreedStep, RankMemory, Standing, agree
 from nxtrain.train.step import TrainState
 from nxtrain.train.trainer import Trainer
 from tests.support.drawn import SEED
@@ -175,7 +175,7 @@ MUTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 """Defects by what they do."""
 
 
-def _concluded(found: Agreement | None) -> Agreement | None:
+def _concluded(found: AgreedStep | None) -> AgreedStep | None:
     return None if found is None else replace(found, is_concluded=True)
 
 

@@ -24,7 +24,8 @@ from tests.support.s3 import BUCKET
 
 AZURITE = ROOT / "build" / "azurite" / "node_modules" / ".bin" / "azurite-blob"
 needs_azurite = pytest.mark.skipif(
-    not AZURITE.exists() or shutil.which("node") is None, reason="no azurite: bash scripts/install_azurite.sh"
+    not AZURITE.exists() or shutil.which("node") is None,
+    reason="no azurite, which continuous integration installs: bash scripts/install_azurite.sh",
 )
 # Name and key of azurite's account, which its documentation publishes.
 _ACCOUNT = "devstoreaccount1"

@@ -26,7 +26,7 @@ class CpuFlash(FlashKernel):
             return out.transpose(1, 2), log_sums
         outs, sums = [], []
         for own, theirs in _tiles(call):
-            tile = Call(slice(0, 0), slice(0, 0), call.shape, None, (0, 0))
+            tile = Call(slice(0, 0), slice(0, 0), call.mask, None, (0, 0))
             out, log_sums = self.forward(q[None, own], k[None, theirs], v[None, theirs], tile)
             outs.append(out[0])
             sums.append(log_sums[0])
@@ -44,7 +44,7 @@ class CpuFlash(FlashKernel):
             return q_grad, k_grad, v_grad
         parts = []
         for own, theirs in _tiles(call):
-            tile = Call(slice(0, 0), slice(0, 0), call.shape, None, (0, 0))
+            tile = Call(slice(0, 0), slice(0, 0), call.mask, None, (0, 0))
             rows = grad[None, own], q[None, own], k[None, theirs], v[None, theirs], out[None, own]
             parts.append(self.backward(*rows, log_sums[None, :, own], tile))
         q_grad, k_grad, v_grad = (torch.cat([x[0] for x in side]) for side in zip(*parts, strict=True))
@@ -90,9 +90,9 @@ def _mask(q: Tensor, k: Tensor, call: Call) -> Tensor:
     diagonal = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
     keys = torch.arange(k.shape[1])
     hidden = torch.zeros(q.shape[1], k.shape[1], dtype=torch.bool)
-    if call.shape.causal:
+    if call.mask.causal:
         hidden |= keys > diagonal
-    if call.shape.window is not None:
-        hidden |= keys < diagonal - call.shape.window
+    if call.mask.window is not None:
+        hidden |= keys < diagonal - call.mask.window
     assert not hidden.all(dim=1).any(), "no query of a tile is without a key"
     return torch.zeros(hidden.shape, dtype=q.dtype).masked_fill(hidden, float("-inf"))

@@ -176,7 +176,7 @@ def _diagonal_at_the_first_key() -> Iterator[None]:
     sound = CpuFlash.forward
 
     def forward(self: CpuFlash, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        if call.offsets is None and call.shape.causal and k.shape[1] > q.shape[1]:
+        if call.offsets is None and call.mask.causal and k.shape[1] > q.shape[1]:
             k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
         return sound(self, q, k, v, call)
 
