@@ -13,7 +13,7 @@ from nxtrain.backends.ranged_attention import SinkAttention
 from nxtrain.parallel.expert_products import ClampedUnit
 from nxtrain.parallel.linear import RowLinear
 from tests.support.drawn import SEED, Drawn, draw
-from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted
+from tests.support.drawn_runs import error_of, failures, first_weights, ours, ours_in_static_shapes, wanted
 from tests.support.layouts import Degrees
 from tests.support.parity import Course
 from tests.support.ranks import RankPool
@@ -38,13 +38,6 @@ def drawn(index: int, degrees: Degrees) -> Drawn:
     return draw("gpt-oss", SEED, index, degrees, family="gpt_oss")
 
 
-def static(backend: Backend, run: Drawn, weights: dict[str, Tensor]) -> Course:
-    """The course of a rank whose experts compute blocks of equal size, as in graphs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(backend.kernels), "static_shapes", True)
-        return ours(backend, run, weights)
-
-
 @pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=lambda index: f"{index}-{LAYOUTS[index]}")
 def test_a_drawn_run_equals_transformers(ranks: RankPool, index: int) -> None:
     run = drawn(index, LAYOUTS[index])
@@ -56,7 +49,7 @@ def test_a_drawn_run_equals_transformers(ranks: RankPool, index: int) -> None:
 @pytest.mark.parametrize("index", [0, 3, 4])
 def test_blocks_of_equal_size_compute_the_same(ranks: RankPool, index: int) -> None:
     run = drawn(index, LAYOUTS[index])
-    courses = ranks.run(run.degrees.world, static, run, first_weights(run))
+    courses = ranks.run(run.degrees.world, ours_in_static_shapes, run, first_weights(run))
     errors = [(run, error_of(courses, wanted(run), run))]
     assert not failures(errors), failures(errors)
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
+from unittest import mock
 
 import numpy as np
 import torch
@@ -90,6 +91,12 @@ def ours(backend: Backend, drawn: Drawn, weights: dict[str, Tensor]) -> Course:
     if isinstance(backend, CpuBackend):
         backend.choose_transport(drawn.resolved.config.backend.cpu_transport)
     return run_ours(backend, drawn.resolved, drawn.steps, weights, drawn.batches())
+
+
+def ours_in_static_shapes(backend: Backend, drawn: Drawn, weights: dict[str, Tensor]) -> Course:
+    """The course of a rank whose experts compute blocks of equal size, as in graphs."""
+    with mock.patch.object(type(backend.kernels), "static_shapes", True):
+        return ours(backend, drawn, weights)
 
 
 def error_of(courses: Sequence[Course], want: Course, drawn: Drawn) -> Error:
