@@ -12,7 +12,8 @@ from pydantic import Field, field_validator, model_validator
 from nxtrain.common.dimensions import MoeShape
 from nxtrain.common.errors import Problem
 from nxtrain.common.family import ModelConfig
-from nxtrain.common.mesh import divisors, listed
+from nxtrain.common.mesh import divisors
+from nxtrain.common.text import listed
 from nxtrain.nn.rope_scaling import DynamicScaling, RopeScaling, YarnScaling, read_scaling
 
 Count = Annotated[int, Field(gt=0, le=2**31 - 1)]

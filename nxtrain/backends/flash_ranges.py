@@ -138,7 +138,8 @@ class FlashRanges:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, ranges: KeyRanges
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`Kernels.attend_backward`."""
-        of_queries, of_keys = ([x.transpose(0, 1) for x in group] for group in ((grad, q, out), (k, v)))
+        of_queries = [x.transpose(0, 1) for x in (grad, q, out)]
+        of_keys = [x.transpose(0, 1) for x in (k, v)]
         sums = log_sums.transpose(1, 2)
         totals = [_Rows(x, 0.0) for x in (of_queries[1], *of_keys)]
         for call in self.calls(ranges):

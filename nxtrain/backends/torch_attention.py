@@ -59,6 +59,9 @@ def attention_by_document(
     rows = []
     for row, begins in enumerate(starts.tolist()):
         bounds = [*sorted(set(begins)), len(begins)]
-        parts = [attention(*(x[begin:end, row : row + 1] for x in (q, k, v))) for begin, end in pairwise(bounds)]
+        parts = []
+        for begin, end in pairwise(bounds):
+            document = slice(begin, end), slice(row, row + 1)
+            parts.append(attention(q[document], k[document], v[document]))
         rows.append(torch.cat(parts))
     return torch.cat(rows, dim=1)

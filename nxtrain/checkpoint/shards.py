@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.common.sharding import Layout, ShardBox
+from nxtrain.common.text import listed
 
 Shards = Mapping[str, Mapping[str, Tensor]]
 """Local tensors of a rank, by kind, then by the parameter's name in the model."""
@@ -137,9 +138,6 @@ def _rows(chunk: TensorShard, start: int, total: int) -> range:
     return range(first_row(chunk.copy), first_row(chunk.copy + 1))
 
 
-_SHOWN = 10
-
-
 def mismatches(wanted: Mapping[str, object], present: Mapping[str, object]) -> list[str]:
     """Describe the differences of two lists of tensors, a line for each kind of difference; empty if they agree."""
     missing = [name for name in wanted if name not in present]
@@ -152,9 +150,6 @@ def mismatches(wanted: Mapping[str, object], present: Mapping[str, object]) -> l
     lines = {"missing": missing, "unknown to the model": extra, "different": wrong}
     differences = []
     for title, names in lines.items():
-        shown = ", ".join(names[:_SHOWN])
-        if len(names) > _SHOWN:
-            shown += f" and {len(names) - _SHOWN} more"
         if names:
-            differences.append(f"{len(names)} {title}: {shown}")
+            differences.append(f"{len(names)} {title}: {listed(names)}")
     return differences

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import product
 
 from nxtrain.common.sharding import Init, Segment, ShardSpec
 from nxtrain.common.stages import LayerCosts
@@ -50,7 +51,7 @@ class MoeShape:
 
     def gate_up_segments(self, experts: range) -> tuple[Segment, ...]:
         """Matrices of some experts that project their input, gate and values in turn."""
-        names = (f"{expert}.{matrix}" for expert in experts for matrix in (self.gate, self.up))
+        names = (f"{expert}.{matrix}" for expert, matrix in product(experts, (self.gate, self.up)))
         return tuple(Segment(name, self.expert_size) for name in names)
 
     def specs(self, hidden_size: int, experts: range) -> dict[str, ShardSpec]:
@@ -269,7 +270,8 @@ def expert_adapter_specs(weight: ShardSpec, r: int) -> tuple[ShardSpec, ShardSpe
     experts = tuple(dict.fromkeys(segment.name.partition(".")[0] for segment in weight.segments))
     if weight.dim == 0:
         size = rows // (2 * len(experts))
-        ups = tuple(Segment(f"{expert}.{name}", size) for expert in experts for name in ("gate_proj", "up_proj"))
+        pairs = product(experts, ("gate_proj", "up_proj"))
+        ups = tuple(Segment(f"{expert}.{name}", size) for expert, name in pairs)
         shared = tuple(Segment(f"{expert}.gate_up_proj", r) for expert in experts)
         a = ShardSpec((r * len(shared), columns), segments=shared, partial_gradient=True, expert=True)
         return a, ShardSpec((rows, r), dim=0, segments=ups, expert=True)
@@ -328,13 +330,10 @@ def block_specs(
             specs[f"{name}.bias"] = ShardSpec(weight.shape[:1])
     if mixture is not None:
         own = mixture.specs(hidden, range(mixture.num_experts))
-        specs |= {f"{mixture.module}.{name}": own[name] for name in sorted(own, key=_of_module)}
+        # The matrices of the experts that project their input with their biases, then those that project their output.
+        names = sorted(own, key=lambda name: ("down_proj" in name, name.endswith(".bias")))
+        specs |= {f"{mixture.module}.{name}": own[name] for name in names}
     return specs
-
-
-def _of_module(name: str) -> tuple[bool, bool]:
-    """Order of the parameters of experts: the first matrix with its biases, then the second."""
-    return "down_proj" in name, name.endswith(".bias")
 
 
 def _matrices(name: str, segments: tuple[Segment, ...], *, is_fused: bool) -> Iterator[tuple[str, tuple[Segment, ...]]]:

@@ -14,9 +14,7 @@ from functools import cached_property
 from itertools import groupby
 
 from nxtrain.common.errors import ConfigError, Problem
-
-SHOWN_NUMBERS = 24
-"""Most numbers that a message lists."""
+from nxtrain.common.text import listed
 
 
 @dataclass(frozen=True)
@@ -318,12 +316,6 @@ def divisors(n: int) -> list[int]:
     """Divisors of a number, ascending."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
-
-
-def listed(numbers: Sequence[int]) -> str:
-    """Text of numbers in a message: the first `SHOWN_NUMBERS`, and the count of the others."""
-    more = f" and {len(numbers) - SHOWN_NUMBERS} more" if len(numbers) > SHOWN_NUMBERS else ""
-    return ", ".join(map(str, numbers[:SHOWN_NUMBERS])) + more
 
 
 def spans(ranks: Sequence[int]) -> str:

@@ -1,9 +1,31 @@
-"""Numbers in messages, tables and charts: durations, sizes and short numbers."""
+"""Numbers and lists in messages, tables and charts: durations, sizes, short numbers, the first of many values."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
+SHOWN = 12
+"""Most values that a message lists, unless a caller needs another number."""
+
 _FEW_S = 0.01
 """Seconds below which the text of a time has two digits."""
+
+
+def listed(values: Iterable[object], most: int = SHOWN) -> str:
+    """Text of the first values in one line, and the number of the others: `1, 2 and 3 more`."""
+    texts = [str(value) for value in values]
+    text = ", ".join(texts[:most])
+    if len(texts) > most:
+        text += f" and {len(texts) - most:,} more"
+    return text
+
+
+def indented(lines: Sequence[str], most: int = SHOWN) -> str:
+    """Text of the first lines below a message, and the number of the others on a line of its own."""
+    shown = list(lines[:most])
+    if len(lines) > most:
+        shown.append(f"and {len(lines) - most:,} more")
+    return "".join(f"\n    {line}" for line in shown)
 
 
 def duration(seconds: float) -> str:

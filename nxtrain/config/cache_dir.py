@@ -95,7 +95,8 @@ def fill(key: str, text: str, values: Mapping[str, str]) -> str:
     """
     unknown = [word for word in _PLACEHOLDER.findall(text) if word not in values]
     if unknown:
-        words, allowed = (", ".join(f"{{{word}}}" for word in names) for names in (unknown, values))
+        words = ", ".join(f"{{{word}}}" for word in unknown)
+        allowed = ", ".join(f"{{{word}}}" for word in values)
         raise ConfigError([Problem(key, f"{text!r} has {words}; only {allowed} is filled in", hint=f"write {allowed}")])
     return _PLACEHOLDER.sub(lambda match: values[match[1]], text)
 

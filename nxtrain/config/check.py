@@ -15,7 +15,8 @@ from nxtrain.common.dimensions import Dimensions
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.family import ModelConfig, ModelFamily, find_family
 from nxtrain.common.io.paths import copying, is_bucket
-from nxtrain.common.mesh import Mesh, divisors, listed
+from nxtrain.common.mesh import Mesh, divisors
+from nxtrain.common.text import listed
 from nxtrain.config.batch_ramp import ramp_problems, seq_ramp_problems
 from nxtrain.config.bounds import MAX_PERIOD, MAX_RANKS, integer, quoted, row_shares
 from nxtrain.config.decode import decode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import chain
 from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -93,7 +94,10 @@ def _explain(model: type[BaseModel], detail: ErrorDetails, path: list[str], pref
     if kind == "literal_error":
         choices = [c.strip("'") for c in detail["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         choices = [{"False": "false", "True": "true"}.get(choice, choice) for choice in choices]  # as in TOML
-        return f"{_shown(value)} is not one of {', '.join(choices)}", _suggest(value, choices)
+        hint = ""
+        for choice in get_close_matches(str(value), choices, n=1):
+            hint = f"did you mean {choice}?"
+        return f"{_shown(value)} is not one of {', '.join(choices)}", hint
     if kind in _WANTED:
         what = _KINDS.get(type(value), "a date or time")
         text = _shown(str(value))
@@ -108,25 +112,21 @@ def _shown(value: object) -> str:
     return shortened(toml_value(value))
 
 
-def _suggest(value: object, choices: Sequence[str]) -> str:
-    close = get_close_matches(str(value), choices, n=1)
-    return f"did you mean {close[0]}?" if close else ""
-
-
 def _unknown(model: type[BaseModel], path: list[str], prefix: str) -> str:
     *parents, leaf = path
     sections = [model]
     for name in parents:
-        sections = [table for section in sections for table in _tables(section).get(name, [])]
-    fields = [field for section in sections for field in section.model_fields.items()]
-    siblings = list(dict.fromkeys(field.alias or name for name, field in fields))
+        sections = list(chain.from_iterable(_tables(section).get(name, []) for section in sections))
+    siblings: dict[str, None] = {}
+    for section in sections:
+        siblings |= dict.fromkeys(field.alias or name for name, field in section.model_fields.items())
     here = prefix + "".join(f"{parent}." for parent in parents)
     elsewhere = [prefix + key for key in dict.fromkeys(_keys(model)) if key.endswith(f".{leaf}")]
     if leaf in siblings:
         return f"{here.rstrip('.')} of this type has no such key"
     if elsewhere:
         return f"did you mean {' or '.join(elsewhere)}?"
-    return nearest(leaf, siblings, here)
+    return nearest(leaf, list(siblings), here)
 
 
 def _tables(model: type[BaseModel]) -> dict[str, list[type[BaseModel]]]:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from nxtrain.common.dimensions import MoeShape
 from nxtrain.common.errors import Problem
-from nxtrain.common.mesh import divisors, listed
+from nxtrain.common.mesh import divisors
+from nxtrain.common.text import listed
 from nxtrain.config.schema import FULLY_SHARDED, RunConfig
 
 

@@ -19,6 +19,7 @@ from nxtrain.common.io.regular import read_bytes
 from nxtrain.common.process.console import standard_error
 from nxtrain.common.process.placement import Placement
 from nxtrain.common.run_folder import CONFIG_FILE
+from nxtrain.common.text import listed
 from nxtrain.config.load import load
 from nxtrain.config.schema import RunConfig
 
@@ -39,7 +40,6 @@ COMPANIONS = (
 """Files next to the weights of a Hugging Face folder, without `config.json`."""
 
 _PICKLED = (".bin", ".pth", ".pt")
-_SHOWN = 5
 """Most files that a message names."""
 
 
@@ -138,7 +138,7 @@ def tokenizer_folder(text: str) -> Path:
         name = name.pinned()
         sizes = name.sizes()
         if TOKENIZER not in sizes:
-            raise ConfigError([Problem("", f"{name} has no {TOKENIZER}, but {_shown(sizes)}")])
+            raise ConfigError([Problem("", f"{name} has no {TOKENIZER}, but {listed(sizes) or 'no file'}")])
         return name.fetch({file: sizes[file] for file in COMPANIONS if file in sizes}, _print_line)
 
 
@@ -161,7 +161,7 @@ def _shape_folder(name: HubName) -> Path:
         sizes = name.sizes()
         if sizes and SHAPE not in sizes:
             hint = "take a repository in the format of transformers, with config.json and *.safetensors"
-            raise ConfigError([Problem("", f"{name} has no {SHAPE}, but {_shown(sizes)}", hint=hint)])
+            raise ConfigError([Problem("", f"{name} has no {SHAPE}, but {listed(sizes) or 'no file'}", hint=hint)])
     return name.fetch({SHAPE: 0}, _print_line)
 
 
@@ -182,16 +182,9 @@ def _without_weights(name: HubName, absent: str, sizes: Mapping[str, int]) -> Co
         reason = f"{name} has pickled weights, such as {pickled[0]}, and no {absent}"
         hint = "save them as safetensors first: AutoModelForCausalLM.from_pretrained(NAME).save_pretrained(DIR)"
     else:
-        reason = f"{name} has no {absent}, but {_shown(sizes)}"
+        reason = f"{name} has no {absent}, but {listed(sizes) or 'no file'}"
         hint = "take a repository with weights in safetensors"
     return ConfigError([Problem("", reason, hint=hint)])
-
-
-def _shown(sizes: Mapping[str, int]) -> str:
-    shown = ", ".join(list(sizes)[:_SHOWN])
-    if len(sizes) > _SHOWN:
-        shown += f" and {len(sizes) - _SHOWN:,} more files"
-    return shown or "no file"
 
 
 @contextmanager

@@ -17,12 +17,11 @@ from pathlib import Path
 
 from nxtrain.common.errors import DataError, NxtrainError, StorageError
 from nxtrain.common.io.regular import NotRegularError, kind_of, read_bytes
+from nxtrain.common.text import indented
 from nxtrain.data.storage import unreadable
 
 # Tests of the library and tables of character codes are not prose.
 _NOT_PROSE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"})
-
-_SHOWN = 5
 
 
 @dataclass
@@ -59,16 +58,13 @@ class WalkedFiles:
         """Refuse a walk with entries that cannot be read."""
         if not self.failed:
             return
-        shown = [f"\n    {path}: {error.strerror}" for path, error in self.failed[:_SHOWN]]
-        more = ""
-        if len(self.failed) > _SHOWN:
-            more = f"\n    and {len(self.failed) - _SHOWN:,} more"
+        lines = [f"{path}: {error.strerror}" for path, error in self.failed]
         kind: type[NxtrainError] = DataError
         if any(isinstance(unreadable(what, error), StorageError) for _, error in self.failed):
             kind = StorageError
         raise kind(
             f"{what}: {len(self.failed):,} of its folders and files cannot be read, and training would go on without "
-            f"what they hold: give the rights, remove them, or name the rest by a glob{''.join(shown)}{more}"
+            f"what they hold: give the rights, remove them, or name the rest by a glob{indented(lines)}"
         )
 
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -81,7 +82,7 @@ def swap_answers(rows: NDArray[np.int64]) -> NDArray[np.int64]:
         prompts = [ids[ids & PROMPT_BIT != 0] for ids in documents]
         answers = [ids[ids & PROMPT_BIT == 0] for ids in documents]
         pieces = zip(prompts, [answers[-1], *answers[:-1]], strict=True)
-        changed[: tokens.size] = np.concatenate([ids for piece in pieces for ids in piece])
+        changed[: tokens.size] = np.concatenate(list(chain.from_iterable(pieces)))
     return swapped
 
 

@@ -36,7 +36,8 @@ class AgentRendezvous:
     @contextmanager
     def announce_wait(self) -> Iterator[None]:
         """Print a message if the wait inside this context takes long."""
-        timer = threading.Timer(LATE_S, self._print_wait)
+        line = f"waiting at {self} for the agents of the other machines, for up to {self.patience_s:g} seconds"
+        timer = threading.Timer(LATE_S, print, (line,), {"file": sys.stderr, "flush": True})
         timer.daemon = True
         if self.host:
             timer.start()
@@ -44,10 +45,6 @@ class AgentRendezvous:
             yield
         finally:
             timer.cancel()
-
-    def _print_wait(self) -> None:
-        line = f"waiting at {self} for the agents of the other machines, for up to {self.patience_s:g} seconds"
-        print(line, file=sys.stderr, flush=True)
 
     def await_store(self, limit: float) -> bool:
         """Wait until the lost machine of the store answers again; False if it did not before the limit.

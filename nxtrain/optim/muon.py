@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ class Muon(AdamW):
         optim: OptimConfig,
         apart: bool = False,
     ) -> None:
-        names = [name for round_ in matrices.rounds for name in round_.names]
+        names = list(chain.from_iterable(round_.names for round_ in matrices.rounds))
         super().__init__(
             shards, layout, kernels, put, precision=precision, seed=seed, optim=optim, others=names, apart=apart
         )

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, product
 from typing import Literal, TypeAlias
 
 Kind: TypeAlias = Literal[
@@ -109,7 +110,7 @@ def schedule(pp_size: int, virtual_pp: int, num_micro: int, order: Order = "1f1b
     orders = []
     for rank in range(pp_size):
         warmup = num_warmup(pp_size, virtual_pp, num_micro, rank)
-        alternating = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
+        alternating = list(chain.from_iterable(zip(forwards[warmup:], backwards, strict=False)))
         orders.append(forwards[:warmup] + alternating + backwards[len(forwards) - warmup :])
     if order == "1f1b":
         return _with_transfers(orders)
@@ -182,7 +183,8 @@ def _in_groups(kind: Kind, pp_size: int, virtual_pp: int, num_micro: int) -> lis
     chunks = range(virtual_pp) if kind == "forward" else range(virtual_pp - 1, -1, -1)
     actions, start = [], 0
     for size in group_sizes(pp_size, num_micro):
-        actions += [Action(kind, chunk, micro) for chunk in chunks for micro in range(start, start + size)]
+        micros = range(start, start + size)
+        actions += [Action(kind, chunk, micro) for chunk, micro in product(chunks, micros)]
         start += size
     return actions
 

@@ -151,7 +151,8 @@ def _rank_figures(pipeline: PipelineCosts, rank: int, step_s: float, spans: Sequ
     own = [span for span in spans if span.rank == rank]
     actions = [span.action for span in own]
     busy_s = sum(span.end_s - span.start_s for span in own if not span.action.is_transfer)
-    sent, received = (sum(action.kind.startswith(verb) for action in actions) for verb in ("send", "receive"))
+    sent = sum(action.kind.startswith("send") for action in actions)
+    received = sum(action.kind.startswith("receive") for action in actions)
     end = "weight"
     if pipeline.order == "1f1b":
         end = "backward"

@@ -189,9 +189,8 @@ class RankMemory(RunObserver):
         self.resumed = None
         if not self.is_kept:
             return None
-        axes = (ranks.mesh.dense.replica, ranks.mesh.experts.replica)
-        replicas = [group for axis in axes for group in axis.groups]
-        return agree(ranks.gather(self.standing), replicas)
+        mesh = ranks.mesh
+        return agree(ranks.gather(self.standing), [*mesh.dense.replica.groups, *mesh.experts.replica.groups])
 
     def numbers(self, *, is_concluded: bool) -> StepNumbers:
         """Numbers of the step, as all ranks agreed to go on."""

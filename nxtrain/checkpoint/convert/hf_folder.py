@@ -25,6 +25,7 @@ from nxtrain.common.io.atomic import write_durably
 from nxtrain.common.io.regular import read_bytes, require_regular
 from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import ParamTable
+from nxtrain.common.text import listed
 from nxtrain.config.check import quantization
 from nxtrain.config.model_folder import INDEX, SHAPE, WEIGHTS
 
@@ -33,7 +34,6 @@ CONFIG = SHAPE
 _SEPARATORS = frozenset("/\\\0")
 """Characters that no file name contains on a system that writes such folders."""
 
-_SHOWN = 10
 """Most tensors that a message names."""
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -198,21 +198,17 @@ class Finiteness:
         """Refuse the import if any recorded value is not finite."""
         if not self._found:
             return
-        shown = [f"{name} ({_counted(*counts)})" for name, counts in list(self._found.items())[:_SHOWN]]
-        more = ""
-        if len(self._found) > _SHOWN:
-            more = f" and {len(self._found) - _SHOWN:,} more"
+        shown = []
+        for name, counts in self._found.items():
+            kinds = [f"{count:,} {kind}" for count, kind in zip(counts, ("NaN", "infinite"), strict=True) if count]
+            shown.append(f"{name} ({' and '.join(kinds)})")
         tensors = "1 tensor has"
         if len(self._found) > 1:
             tensors = f"{len(self._found):,} tensors have"
         raise InputError(
-            f"{self._source}: {tensors} values that are not finite: {', '.join(shown)}{more}. With them every loss is "
+            f"{self._source}: {tensors} values that are not finite: {listed(shown)}. With them every loss is "
             "NaN; fetch the folder again, compare its files with the source's checksums, or export the model anew"
         )
-
-
-def _counted(nans: int, infinite: int) -> str:
-    return " and ".join(f"{count:,} {kind}" for count, kind in ((nans, "NaN"), (infinite, "infinite")) if count)
 
 
 class HfWeights:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +190,7 @@ class _Writer:
             tied = self.layout.is_tied and EMBEDDING in names
             whole = [self.layout.param(name, tp) for name in names if not (tied and name == HEAD)]
             groups = _groups(whole, rates)
-            order = [param for _, members in groups for param in members]
+            order = list(chain.from_iterable(members for _, members in groups))
             for dp in range(self.dp):
                 params = order
                 if self.zero1:

@@ -69,7 +69,9 @@ def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         of_module = matrices.setdefault(f"{name[: match.start()]}.mlp.experts", {})
         of_module.setdefault(name[match.start(2) :], {})[int(match[1])] = tensor
     for module, by_name in matrices.items():
-        whole = {name: torch.stack([own[expert] for expert in sorted(own)]) for name, own in by_name.items()}
+        whole = {}
+        for name, of_experts in by_name.items():
+            whole[name] = torch.stack([of_experts[expert] for expert in sorted(of_experts)])
         inner = module
         if f"down_proj.{A}" in whole:
             found[f"{module}.{A}"] = whole[f"down_proj.{A}"].flatten(0, 1)

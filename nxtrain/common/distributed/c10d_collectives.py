@@ -17,6 +17,7 @@ from nxtrain.common.distributed.collectives import Collectives, Done, Op, Pendin
 from nxtrain.common.distributed.failures import Peers, blaming, loss
 from nxtrain.common.mesh import Axis, Mesh, StateAxes
 from nxtrain.common.process.greetings import without_greetings
+from nxtrain.common.text import listed
 
 
 class WaitClock:
@@ -52,9 +53,6 @@ On devices with streams, the streams wait, and the host spends no time.
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _FUNCTIONAL: Any = torch.ops._c10d_functional
 
-SHOWN_RANKS = 8
-"""Most ranks that a message names as possibly lost."""
-
 
 @dataclass(frozen=True)
 class _Async:
@@ -81,8 +79,7 @@ def _others(axis: Axis) -> Peers:
     others = [rank for rank in axis.group_of(me) if rank != me]
     if len(others) == 1:
         return Peers(f"rank {others[0]}", others[0])
-    shown = ", ".join(map(str, others[:SHOWN_RANKS])) + ("" if len(others) <= SHOWN_RANKS else " ...")
-    return Peers(f"one of ranks {shown} ({axis.name} of rank {me})")
+    return Peers(f"one of ranks {listed(others)} ({axis.name} of rank {me})")
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,10 @@ from nxtrain.common.errors import BackendError, HangError, LostPeerError
 from nxtrain.common.mesh import Axis, spans
 from nxtrain.common.process.greetings import without_greetings
 from nxtrain.common.process.placement import Placement
+from nxtrain.common.text import indented
 
 SHOWN_DIGITS = 12
 """Digits of a graph's hash in messages, as many as `nxtrain graphs` shows."""
-
-SHOWN_GRAPHS = 4
-"""Most graphs that the message of a disagreement lists."""
 
 SOONER = 0.9
 """Share of the time limit within which a missing rank cannot be late, and therefore is gone."""
@@ -95,24 +93,18 @@ def disagreement(graphs: Mapping[int, tuple[str, str]], world: int) -> str:
     if len(ranks_of) == 1:
         return ""
     lines = [
-        f"    rank{'s' * (len(ranks) > 1)} {spans(ranks)}: {work}, {graph[:SHOWN_DIGITS] or 'no graph'}"
+        f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}: {work}, {graph[:SHOWN_DIGITS] or 'no graph'}"
         for (work, graph), ranks in ranks_of.items()
     ]
-    if len(lines) > SHOWN_GRAPHS:
-        lines = [*lines[:SHOWN_GRAPHS], f"    and {len(lines) - SHOWN_GRAPHS} more"]
     first, *_ = graphs
     differing = [rank for rank, seen in graphs.items() if seen != graphs[first]]
     whole = str(world) if len(graphs) == world else f"the stage of ranks {spans(list(graphs))}"
-    return "\n".join(
-        [
-            f"rank{'s' * (len(differing) > 1)} {spans(differing)} of {whole} would run another graph than "
-            f"rank {first}, and wait in its first collective for ever; stopped before that:",
-            *lines,
-            "Usual causes: a Python number that depends on the rank (make it a tensor on the device), a batch or shard "
-            "of another shape, work that only some ranks do.",
-            f"nxtrain graphs CONFIG --world {world} --rank {first} --rank {differing[0]} --hlo DIR saves the texts of "
-            "both",
-        ]
+    return (
+        f"rank{'s' * (len(differing) > 1)} {spans(differing)} of {whole} would run another graph than "
+        f"rank {first}, and wait in its first collective for ever; stopped before that:{indented(lines)}\n"
+        "Usual causes: a Python number that depends on the rank (make it a tensor on the device), a batch or shard "
+        "of another shape, work that only some ranks do.\n"
+        f"nxtrain graphs CONFIG --world {world} --rank {first} --rank {differing[0]} --hlo DIR saves the texts of both"
     )
 
 

@@ -12,11 +12,10 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from nxtrain.common.distributed.failures import first_line
 from nxtrain.common.errors import BackendError
 from nxtrain.common.process.placement import Placement
+from nxtrain.common.text import listed
 
 LATE_S = 1.0
 """Seconds beyond the limit for an attempt to reach the store; torch's own attempt may never end."""
-
-SHOWN_RANKS = 8
 
 
 def meet(rank: int, world: int, timeout: timedelta, rejoined: int = 0) -> Store:
@@ -109,8 +108,7 @@ def _refusal(store: Store, rank: int, world: int, timeout: timedelta) -> str:
         missing = [other for other in range(world) if not store.check([f"nxtrain/here/{other}"])]
         if not missing:
             raise
-        shown = ", ".join(map(str, missing[:SHOWN_RANKS])) + (" and others" if len(missing) > SHOWN_RANKS else "")
-        shown += Placement.read().on_nodes(missing)
+        shown = listed(missing) + Placement.read().on_nodes(missing)
         return (
             f"{len(missing)} of {world} ranks did not come within recovery.hang_timeout_s="
             f"{timeout.total_seconds():g} seconds: {shown}. See what these say themselves, and that every "

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from nxtrain.common.errors import ConfigError, NxtrainError, Problem, StorageError, refused
 from nxtrain.common.io.atomic import replace_text
-from nxtrain.common.text import size
+from nxtrain.common.text import listed, size
 
 SCHEME = "hf://"
 
@@ -138,7 +138,7 @@ class HubName:
             return self.folder
         if is_offline():
             raise self._refusal(
-                f"the cache in {self._cached} lacks {_listed(absent)}, and HF_HUB_OFFLINE is set",
+                f"the cache in {self._cached} lacks {listed(absent, _SHOWN)}, and HF_HUB_OFFLINE is set",
                 f"fetch with a network: hf download {self.repository}{self._option} --revision {self.revision}",
             )
         with self._explained(), self._alone():
@@ -147,7 +147,7 @@ class HubName:
                 self._download(absent, print_line)
         absent = self._absent(files)
         if absent:
-            raise StorageError(f"{self} came without {_listed(absent)}; start again, or look at {self.page}")
+            raise StorageError(f"{self} came without {listed(absent, _SHOWN)}; start again, or look at {self.page}")
         return self.folder
 
     @property
@@ -213,7 +213,8 @@ class HubName:
                 super().__init__(*words, **{**settings, "disable": not sys.stderr.isatty()})
 
         needed = sum(files.values())
-        free = shutil.disk_usage(_existing(self._cached)).free
+        existing = next(folder for folder in (self._cached, *self._cached.parents) if folder.exists())
+        free = shutil.disk_usage(existing).free
         if needed > free:
             raise StorageError(
                 f"{self} needs {size(needed)}, and the disk of {self._cached} has {size(free)} free; free some, or "
@@ -223,7 +224,7 @@ class HubName:
             amount = ""
             if needed:
                 amount = f", {size(needed)},"
-            print_line(f"fetches {_listed(files)} of {self}{amount} into {self.folder}")
+            print_line(f"fetches {listed(files, _SHOWN)} of {self}{amount} into {self.folder}")
         snapshot_download(
             self.repository,
             repo_type=self.kind,
@@ -319,15 +320,3 @@ def is_offline() -> bool:
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
-
-
-def _existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists."""
-    return next(folder for folder in (path, *path.parents) if folder.exists())
-
-
-def _listed(files: Mapping[str, int]) -> str:
-    shown = ", ".join(list(files)[:_SHOWN])
-    if len(files) > _SHOWN:
-        shown += f" and {len(files) - _SHOWN:,} more"
-    return shown

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from nxtrain.common.errors import BackendError
+from nxtrain.common.text import listed
 
-SHOWN_NODES = 8
-"""Most nodes that a message names."""
 SHOWN_CHARS = 40
 """Most characters of a variable that a message shows."""
 MAX_PORT = 65535
@@ -78,8 +77,7 @@ class Placement:
         if self.world <= self.local_world:
             return ""
         nodes = sorted({rank // self.local_world for rank in ranks})
-        shown = ", ".join(map(str, nodes[:SHOWN_NODES])) + (" and others" if len(nodes) > SHOWN_NODES else "")
-        return f" on node{'s' * (len(nodes) > 1)} {shown}"
+        return f" on node{'s' * (len(nodes) > 1)} {listed(nodes)}"
 
     @property
     def is_restart(self) -> bool:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from nxtrain.common.errors import DataError
 from nxtrain.common.io.object_store import Location
+from nxtrain.common.text import indented
 from nxtrain.data.arrow.columns import (
     CONTINUES,
     IDS,
@@ -29,7 +30,6 @@ from nxtrain.data.arrow.seal import CheckedFile, DamagedBlockError
 from nxtrain.data.arrow.work import read_summary, shard_name
 from nxtrain.data.storage import DataFile, open_file, read_exactly, shards, summary_of, unreadable
 
-_SHOWN = 5
 """Damaged blocks that a message lists."""
 
 
@@ -238,11 +238,8 @@ class PreparedCorpus:
             except OSError as error:
                 raise unreadable(f"{file.name}", error) from error
         if damages:
-            shown = "\n    ".join(damages[:_SHOWN])
-            more = ""
-            if len(damages) > _SHOWN:
-                more = f"\n    and {len(damages) - _SHOWN:,} more blocks"
-            raise DataError(f"{self.path} has {len(damages):,} damaged blocks; prepare it again:\n    {shown}{more}")
+            lines = indented(damages)
+            raise DataError(f"{self.path} has {len(damages):,} damaged blocks; prepare it again:{lines}")
 
     def _description(self, file: int, damage: DamagedBlockError) -> str:
         """Damage in words: the file, the block, and the documents of the batches in the block."""

@@ -127,8 +127,10 @@ def take_text_turns(sides: Mapping[str, Sequence[TextTurn]], rounds: int) -> dic
     result: dict[str, Any] = {"tokens": {}, "rows": [], "inside": {}, "ratios": {}}
     for name, taken in times.items():
         tokens = sum(spent.tokens for spent in taken[0])
-        rates = [tokens / sum(spent.own_s for spent in turns) for turns in taken]
-        bare = [tokens / sum(spent.bare_s for spent in turns) for turns in taken]
+        rates, bare = [], []
+        for spent in taken:
+            rates.append(tokens / sum(turn.own_s for turn in spent))
+            bare.append(tokens / sum(turn.bare_s for turn in spent))
         counted = list(chain.from_iterable(taken))
         result["tokens"][name] = tokens
         result["rows"].append(harness.row(name, "tokens/s", rates, bare=bare))

@@ -14,8 +14,9 @@ from typing import Any
 
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.machines import GPU, NEURON, Machine
+from nxtrain.common.text import listed
 from nxtrain.launch.local import rendezvous_address
-from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine, words
+from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine
 from nxtrain.tools.doctor.outputs import Bandwidth, ToolOutputError, parse_nccom_test
 
 LIMIT_S = 30.0  # seconds that ranks wait for one another
@@ -148,13 +149,13 @@ def _judge(
     errors = list(dict.fromkeys(result["error"] for result in results if result["error"]))
     missing = sorted(set().union(*(result["missing"] for result in results)))
     if missing:
-        what = f"{len(missing)} of {size} did not arrive: {words([name_of(rank) for rank in missing])}"
+        what = f"{len(missing)} of {size} did not arrive: {listed([name_of(rank) for rank in missing])}"
         if errors:
             what += f" ({'; '.join(errors)})"
         fix = "start this check on all machines at once; then look at the named ones: name, firewall, security group"
         return fault(name, what, WHY, fix)
     if errors:
-        return fault(name, words(errors), WHY, "bring the loopback interface up; reinstall torch")
+        return fault(name, listed(errors), WHY, "bring the loopback interface up; reinstall torch")
     rows = []
     for number, (size_bytes, _) in enumerate(results[0]["rows"]):
         seconds = max(result["rows"][number][1] for result in results)

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nxtrain.common.machines import GPU, NEURON, Machine
-from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine, words
+from nxtrain.common.text import listed
+from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine
 from nxtrain.tools.doctor.outputs import (
     GPU_QUERY,
     PROCESS_QUERY,
@@ -86,7 +87,7 @@ def _count(devices: Devices | None, machine: Machine | None) -> Finding:
         return fine("devices", f"{count} accelerators")
     if count != machine.accelerators:
         missing = sorted({*range(machine.accelerators)} - {*numbers})
-        what = f"{count} of {machine.accelerators} accelerators of {machine.name}; missing: {words(missing)}"
+        what = f"{count} of {machine.accelerators} accelerators of {machine.name}; missing: {listed(missing)}"
         return fault("devices", what, "ranks of the missing ones cannot start", f"reboot once; then {REPLACE}")
     return fine("devices", f"{count} accelerators, as {machine.name} has")
 
@@ -99,7 +100,7 @@ def _processes(host: Host, holders: Sequence[Holder], needs_all: bool) -> Findin
         return fine("processes", f"{len(holders)} processes hold devices")
     pids = " ".join(str(holder.pid) for holder in stray)
     what = "; ".join(
-        f"process {holder.pid} ({holder.command}) holds devices {words(holder.devices)}" for holder in stray
+        f"process {holder.pid} ({holder.command}) holds devices {listed(holder.devices)}" for holder in stray
     )
     why = "a run cannot claim these devices, and would fail at its start"
     return fault("processes", what, why, f"end the run that they belong to, or kill {pids}")
@@ -180,5 +181,5 @@ def _efa(host: Host, machine: Machine) -> Finding:
     elif folder.is_dir():
         names = tuple(sorted(path.name for path in folder.iterdir()))
     if len(names) < machine.efa_devices:
-        return fault("efa", f"{len(names)} of {machine.efa_devices} EFA devices: {words(names) or 'none'}", why, fix)
+        return fault("efa", f"{len(names)} of {machine.efa_devices} EFA devices: {listed(names) or 'none'}", why, fix)
     return fine("efa", f"{len(names)} EFA devices")

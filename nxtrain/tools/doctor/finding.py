@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 TOOL_LIMIT_S = 10.0  # limit for a program such as neuron-ls, which may hang next to a broken driver
-SHOWN = 8  # most values that one line lists
 
 TOOL_FOLDERS = "/opt/aws/neuron/bin:/opt/amazon/efa/bin:/usr/bin:/usr/sbin:/sbin"
 """Folders of the tools, which the PATH of a scheduler may lack."""
@@ -80,12 +78,3 @@ class Host:
 
 class ToolError(Exception):
     """Failure of a program that a check needs."""
-
-
-def words(values: Sequence[object]) -> str:
-    """Values in one line, no more than `SHOWN`."""
-    text = ", ".join(map(str, values[:SHOWN]))
-    rest = len(values) - SHOWN
-    if rest > 0:
-        text += f" and {rest} more"
-    return text

@@ -52,9 +52,12 @@ class PairsTask:
     def run(self, scorer: Scorer, backend: Backend) -> Metrics:
         """Measure a model; every rank calls this."""
         rows = [self._row(document, scorer) for document in range(2 * self._num_pairs)]
-        pairs = [rows[at : at + 2] for at in range(0, len(rows), 2)]
-        groups = [[row] for pair in pairs if _longest(pair) <= scorer.length for row in pair]
-        left_out = len(pairs) - len(groups) // 2
+        groups: list[list[Row]] = []
+        for pair in zip(rows[::2], rows[1::2], strict=True):
+            longest = max(len(row.ids) for row in pair) - 1  # tokens that a model reads; the last one is only a target
+            if longest <= scorer.length:
+                groups += [[row] for row in pair]
+        left_out = (len(rows) - len(groups)) // 2
         if not groups:
             raise DataError(f"{self._corpus.path}: every pair is longer than the model's {scorer.length} tokens")
         rewards = _sums(scorer, groups)
@@ -104,11 +107,6 @@ class PairsTask:
                 raise DataError(
                     f"{self._corpus.path} has ids of another tokenizer than that of {each.location}; {hint}"
                 )
-
-
-def _longest(rows: list[Row]) -> int:
-    """Tokens that a model reads of the longest row; the last one is only a target."""
-    return max(len(row.ids) for row in rows) - 1
 
 
 def _sums(scorer: Scorer, groups: list[list[Row]]) -> NDArray[np.float64]:

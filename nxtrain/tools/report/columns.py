@@ -158,7 +158,9 @@ class _ColumnsReader:
 
     def _add_records(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Add lines one by one, with those values that are numbers."""
-        numbers = {key: np.array([number_of(record.get(key)) for record in records], dtype=np.float64) for key in KEYS}
+        numbers: dict[str, Column] = {}
+        for key in KEYS:
+            numbers[key] = np.array([number_of(record.get(key)) for record in records], dtype=np.float64)
         for record in compress(records, self._add_numbers(numbers)):
             self._add_texts(record)
 

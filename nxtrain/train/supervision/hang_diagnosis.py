@@ -114,7 +114,10 @@ def _late_on_device(answers: Mapping[int, Beat]) -> tuple[list[int], str]:
             work = f"{queued[waiting[0]].operation}, number {number} of communicator {name}"
             where = f"has not queued {work}, in which the device of rank {spans(sorted(waiting))} waits"
             reasons.update({rank: where for rank, entry in queued.items() if entry.number < number})
-    idle = [rank for rank in reasons if all(entry.done >= entry.number for entry in answers[rank].queued.values())]
+    idle = []
+    for rank in reasons:
+        if all(entry.done >= entry.number for entry in answers[rank].queued.values()):
+            idle.append(rank)
     named = sorted(idle or reasons)
     return named, "; ".join(f"rank {rank} {reasons[rank]}" for rank in named[:SHOWN])
 

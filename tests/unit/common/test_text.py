@@ -1,11 +1,11 @@
-"""Numbers for people: short, near the number, with a unit."""
+"""Numbers and lists for people: short, near the number, with a unit."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nxtrain.common.text import duration, short, size
+from nxtrain.common.text import duration, indented, listed, short, size
 
 
 @given(st.floats(-1e300, 1e300))
@@ -29,3 +29,15 @@ def test_sizes_have_their_unit() -> None:
     assert [size(num_bytes) for num_bytes in sizes] == [
         *("0 B", "1023 B", "1.00 KiB", "3.00 MiB", "476.84 MiB", "114.55 GiB", "3.00 TiB")
     ]
+
+
+@given(st.lists(st.integers(), max_size=9), st.integers(1, 5))
+def test_the_first_values_are_listed_and_the_others_counted(values: list[int], most: int) -> None:
+    shown, _, rest = listed(values, most).partition(" and ")
+    assert [int(text) for text in shown.split(", ") if text] == values[:most]
+    lines = indented([str(value) for value in values], most).split("\n    ")
+    assert lines[: most + 1] == ["", *map(str, values[:most])]
+    if len(values) > most:
+        assert rest == f"{len(values) - most} more" and lines[most + 1 :] == [f"and {rest}"]
+    else:
+        assert rest == "" and len(lines) == len(values) + 1

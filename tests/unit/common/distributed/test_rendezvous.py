@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from nxtrain.common.distributed import rendezvous
-from nxtrain.common.process.placement import SHOWN_NODES, Placement
+from nxtrain.common.process.placement import Placement
+from nxtrain.common.text import SHOWN
 
 LIMIT = timedelta(seconds=0.2)
 
@@ -63,7 +64,7 @@ def test_nodes_are_those_of_a_count_machine_by_machine(local_world: int, nodes: 
     words = Placement(world=local_world * nodes, local_world=local_world).on_nodes(ranks)
     if nodes == 1:
         assert words == ""
-    elif len(named) <= SHOWN_NODES:
+    elif len(named) <= SHOWN:
         assert words.replace(" on nodes ", "").replace(" on node ", "") == ", ".join(map(str, named))
     else:
-        assert words.endswith(f"{named[SHOWN_NODES - 1]} and others")
+        assert words.endswith(f"{named[SHOWN - 1]} and {len(named) - SHOWN} more")
