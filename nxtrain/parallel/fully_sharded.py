@@ -63,11 +63,13 @@ class Prefetch:
         for index, (unit, *experts) in enumerate(units):
             if self.forward:
                 unit.set_modules_to_forward_prefetch([*experts, *chain(*units[index + 1 : index + 1 + self.number])])
-            before = [*chain(*units[max(0, index - self.number) : index][::-1])]
+            before = [*chain(*units[max(0, index - max(1, self.number)) : index][::-1])]
             for of_experts in experts:
                 of_experts.set_modules_to_backward_prefetch([of_experts])
-            if self.backward == "before":
-                unit.set_modules_to_backward_prefetch([*experts, *before])
+            if self.backward == "before" and before:
+                # Without the unit's own experts: torch gathers the list again for the routing, the second output of a
+                # block, whose gradient comes after those of the experts.
+                unit.set_modules_to_backward_prefetch(before)
                 continue
             unit.set_modules_to_backward_prefetch([unit])  # of no unit at all, torch would gather the one before
             if self.backward == "after" and before:

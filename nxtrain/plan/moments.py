@@ -168,17 +168,18 @@ def _reducing(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
 def _gathering(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
     """Full sharding: a backward pass begins; then the parameters outside the blocks are reduced at its end.
 
-    Gathered are the unit at work and those ahead, or all of them, and always the parameters outside the blocks. Of a
-    unit the gradient exists in its own type and in that of the reduction.
+    Gathered are the unit at work and those ahead, or all of them, and always the parameters outside the blocks. Experts
+    that ranks divide are gathered with the unit of their block. Of a unit the gradient exists in its own type and in
+    that of the reduction.
     """
     parallel, kind, tp = job.config.parallel, job.stages[stage], job.config.parallel.tp
-    block, rest = block_entries(kind, tp, 1).local, rest_entries(kind, tp, 1).local
-    block_size, rest_size = block * job.params_size, rest * job.params_size
-    block_trained, rest_trained = block, rest
+    block, rest = block_entries(kind, tp, 1), rest_entries(kind, tp, 1).local
+    block_size, rest_size = block.local * job.params_size, rest * job.params_size
+    trained, rest_trained = block, rest
     if job.adapters is not None:
         frozen = job.frozen(stage)
-        block_trained, rest_trained = adapter_entries(kind, tp, 1, job.adapters).local, 0
-        block_size, rest_size = frozen.block + block_trained * job.params_size, frozen.rest
+        trained, rest_trained = adapter_entries(kind, tp, 1, job.adapters), 0
+        block_size, rest_size = frozen.block + trained.local * job.params_size, frozen.rest
     unit = unit_blocks(job, stage)
     num_gathered = kind.num_blocks
     if parallel.shard != "grad_op":
@@ -196,7 +197,10 @@ def _gathering(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
     yield from _forward(job, stage, accumulated, gathered_forward)
     freed = min(*_kept_of_chunks(job, stage), block_bytes(job))
     kept_logits = kept_logits_bytes(job) if kind.last else 0
-    unit_grads = unit * block_trained * grad_size
+    unit_trained = unit * trained.local
+    if parallel.ep > 1:  # experts are units of their own, whose gradients are reduced block by block
+        unit_trained -= (unit - 1) * trained.experts
+    unit_grads = unit_trained * grad_size
     yield Moment(grads, kept - freed + attention_work_bytes(job), kept_logits, gathered + unit_grads)
     yield Moment(accumulated, _working(job, stage), 0, gathered + rest_trained * grad_size)
 

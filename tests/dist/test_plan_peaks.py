@@ -195,6 +195,18 @@ RUNS: dict[str, Tables] = {
         "precision": MASTER,
         "train": {**FEW, "global_batch": 8},
     },
+    "divided experts, full": {
+        "model": EXPERTS,
+        "parallel": {"dp": 4, "ep": 2, "shard": "full"},
+        "precision": MASTER,
+        "train": {**FEW, "global_batch": 8},
+    },
+    "divided experts, full, units": {
+        "model": {**EXPERTS, "num_hidden_layers": 6},
+        "parallel": {"dp": 4, "ep": 2, "shard": "full", "unit_params": 1_000_000},
+        "precision": MASTER,
+        "train": {**FEW, "global_batch": 8},
+    },
     "divided experts, muon, zero1": {
         "model": {**EXPERTS, "num_hidden_layers": 2},
         "parallel": {"dp": 4, "ep": 2, "shard": "zero1"},

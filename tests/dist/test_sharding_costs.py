@@ -142,6 +142,16 @@ def test_hybrid_sums_across_nodes_once_per_step(ranks: RankPool, accumulation: i
     }
 
 
+@pytest.mark.parametrize(("remat", "prefetch"), [("none", 0), ("none", 1), ("full", 1)])
+def test_divided_experts_are_gathered_once_for_each_pass(ranks: RankPool, prefetch: int, remat: str) -> None:
+    shape = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 6}
+    resolved = layout("gqa2", tp=1, dp=4, ep=2, micro=1, shard="full", remat=remat, family="mixtral", config=shape)
+    resolved = changed(resolved, parallel={"prefetch": prefetch})
+    for actual in ranks.run(4, collectives_of_a_step, resolved, weights_of(resolved)):
+        assert actual["reduce_scatter_base"] == UNITS + LAYERS
+        assert actual["allgather_base"] == UNITS + LAYERS + 2 * LAYERS
+
+
 def in_three_buckets(shard: str, micro: int) -> Resolved:
     """Embedding and head are larger than a bucket; the layers between them fit into one."""
     resolved = layout("gqa2", tp=1, dp=2, micro=micro, shard=shard, config={"vocab_size": 8192})
