@@ -2,8 +2,9 @@
 
 Lanes: `process` (one process, float32), `bf16` (one process), `gloo` (ranks that are processes, every layout), `fp16`
 (the same in fp16, beside torch's scaler), `native` (on the stand-in of TorchNeuron), `xla` (devices of torch-xla on
-this CPU) and `command` (`nxtrain launch`). A failure prints the line that repeats the run; with `--command` that line
-goes through the command line. Exit code 0 when all runs agree, 1 when not.
+this CPU), `ramps` (of the batch and the sequence length, across a checkpoint) and `command` (`nxtrain launch`). A
+failure prints the line that repeats the run; with `--command` that line goes through the command line. Exit code 0 when
+all runs agree, 1 when not.
 """
 
 # ruff: noqa: E402 - the tests are importable once the path names them
@@ -35,6 +36,7 @@ from tests.support.drawn_fp16 import run as run_fp16
 from tests.support.drawn_runs import (
     ON_TORCHNEURON,
     Error,
+    across_a_checkpoint,
     error_of,
     error_of_command,
     first_weights,
@@ -43,8 +45,9 @@ from tests.support.drawn_runs import (
     prepare,
     run_command,
     wanted,
+    written,
 )
-from tests.support.layouts import ONE, Degrees, covering_array, is_for_xla
+from tests.support.layouts import ONE, Degrees, covering_array, is_for_xla, ramped_layouts
 from tests.support.models import weights_of
 from tests.support.parity import Course
 from tests.support.ranks import RankPool
@@ -62,6 +65,7 @@ LANES = (
     "fp16",
     "native",
     "xla",
+    "ramps",
     "command",
 )
 LAYOUTS = 64
@@ -91,6 +95,7 @@ class Runs:
             "fp16": covering_array(seed, LAYOUTS),
             "native": [*ON_TORCHNEURON, *covering_array(seed, LAYOUTS)],
             "xla": covering_array(seed, 12, is_for_xla),
+            "ramps": ramped_layouts(seed),
             "command": covering_array(seed + 1, LAYOUTS, lambda degrees: degrees.world <= COMMAND_RANKS),
         }
         self._backend, self._ranks = open_backend("cpu"), RankPool()
@@ -125,7 +130,12 @@ class Runs:
             resolved = draw_fp16(drawn.lane, drawn.seed, drawn.index, drawn.degrees)
             courses = self._ranks.run(drawn.degrees.world, run_fp16, resolved, weights_of(resolved))
             return differences(courses, resolved)
-        error = error_of(self._courses(drawn), wanted(drawn), drawn)
+        if drawn.lane == "ramps":
+            folder = self._folder_of(drawn)
+            self._ranks.run(drawn.degrees.world, across_a_checkpoint, drawn, written(drawn, folder))
+            error = error_of_command(drawn, folder)
+        else:
+            error = error_of(self._courses(drawn), wanted(drawn), drawn)
         assert error.is_parity, str(error)
         return str(error)
 
@@ -139,9 +149,13 @@ class Runs:
             return self._native.run(world, ours, drawn, weights)
         return [course for (course,) in run_devices(world, drawn_courses, [(drawn, weights)], folder=self._folder)]
 
-    def _by_command(self, drawn: Drawn) -> str:
+    def _folder_of(self, drawn: Drawn) -> Path:
         folder = self._folder / f"{drawn.lane}-{drawn.index}"
         folder.mkdir()
+        return folder
+
+    def _by_command(self, drawn: Drawn) -> str:
+        folder = self._folder_of(drawn)
         run_command(prepare(drawn, folder))
         error: Error = error_of_command(drawn, folder)
         assert error.is_parity, str(error)

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import get_args
+from unittest.mock import patch
 
 import pytest
 
+from nxtrain.backends.base import Backend
+from nxtrain.common.batch_sizes import BatchSizes, SeqLengths
 from nxtrain.config.schema import FULLY_SHARDED, OffloadKind
 from nxtrain.parallel.fully_sharded import Backward
-from tests.support.drawn import SEED, draw, one_in
-from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted
-from tests.support.layouts import Degrees, all_layouts, covering_array
+from tests.support.drawn import SEED, Drawn, draw, one_in
+from tests.support.drawn_ramps import sizes
+from tests.support.drawn_runs import (
+    across_a_checkpoint,
+    error_of,
+    error_of_command,
+    failures,
+    first_weights,
+    ours,
+    wanted,
+    written,
+)
+from tests.support.layouts import Degrees, all_layouts, covering_array, ramped_layouts
 from tests.support.ranks import RankPool
 
 LAYOUTS = covering_array(SEED, 64)
@@ -40,6 +54,41 @@ def test_a_drawn_run_with_context_parallelism_equals_transformers(ranks: RankPoo
     courses = ranks.run(run.degrees.world, ours, run, first_weights(run))
     errors = [(run, error_of(courses, wanted(run), run))]
     assert not failures(errors), failures(errors)
+
+
+RAMPED = ramped_layouts(SEED)[:16]
+
+
+@pytest.mark.parametrize("index", one_in(8, range(len(RAMPED))), ids=lambda index: f"{index}-{RAMPED[index]}")
+def test_a_drawn_run_of_ramps_equals_transformers_across_a_checkpoint(
+    ranks: RankPool, tmp_path: Path, index: int
+) -> None:
+    run = draw("ramps", SEED, index, RAMPED[index])
+    ranks.run(run.degrees.world, across_a_checkpoint, run, written(run, tmp_path))
+    errors = [(run, error_of_command(run, tmp_path))]
+    assert not failures(errors), failures(errors)
+
+
+def late(backend: Backend, run: Drawn, overrides: list[str], kind: type[BatchSizes] | type[SeqLengths]) -> None:
+    """A run of which each stage of one ramp ends a step late."""
+    sound = kind.at
+    with patch.object(kind, "at", lambda sizes, step: sound(sizes, max(0, step - 1))):
+        across_a_checkpoint(backend, run, overrides)
+
+
+@pytest.mark.parametrize("kind", [BatchSizes, SeqLengths])
+def test_a_stage_that_ends_late_is_seen(
+    ranks: RankPool, tmp_path: Path, kind: type[BatchSizes] | type[SeqLengths]
+) -> None:
+    draws = (draw("ramps", SEED, index) for index in range(100))
+    run = next(run for run in draws if grows_in_both_ways(run))
+    ranks.run(1, late, run, written(run, tmp_path), kind)
+    assert not error_of_command(run, tmp_path).is_parity
+
+
+def grows_in_both_ways(run: Drawn) -> bool:
+    rows, lengths = zip(*sizes(run.resolved.config.train, run.steps), strict=True)
+    return len(set(rows)) > 1 and len(set(lengths)) > 1
 
 
 def test_the_layouts_hold_every_two_values_that_can_meet() -> None:

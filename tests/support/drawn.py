@@ -7,8 +7,8 @@ run, as they decide for a user.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from random import Random
 from typing import Any
@@ -23,6 +23,7 @@ from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.tables import toml_value
 from tests.support import TINY
+from tests.support.drawn_ramps import END_ID, draw_ramps, num_steps, sizes
 from tests.support.layouts import FULLY_SHARDED, ONE, Degrees
 from tests.support.models import MIXTURES, SCALING_TYPES, WITH_EXPERTS, draw_experts, draw_scaling
 
@@ -41,7 +42,7 @@ STEPS = (2, 4)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Families of the drawn models, in turn."""
 
-WITH_Z_LOSS = ("gloo", "cp", "process", "xla", "xla-cp", "command", "command-cp")
+WITH_Z_LOSS = ("gloo", "cp", "process", "xla", "xla-cp", "command", "command-cp", "ramps")
 """Lanes whose reference is of cross entropies alone, to which the z-loss may add."""
 
 TRIES = 200
@@ -73,22 +74,38 @@ class Drawn:
         """The line that runs this draw again; with `--command`, by `nxtrain launch`."""
         return f"python scripts/fuzz.py {self.seed} --only {self}"
 
+    def rows(self) -> list[Tensor]:
+        """Ids of each step's global batch, without a mask: (global_batch, seq_len + 1) int64."""
+        return [rows for rows, _ in self._drawn_rows()]
+
     def batches(self) -> list[tuple[Tensor, Tensor]]:
-        """Inputs and targets of each step's global batch: (global_batch, seq_len) int64 each."""
+        """Inputs and targets of each step's global batch: (global_batch, seq_len) int64 each.
+
+        Under a ramp of the sequence length, a row is as many rows of inputs and targets as it has sequences.
+        """
+        lengths = [length for _, length in sizes(self.resolved.config.train, self.steps)]
+        return [
+            (rows[:, :-1].reshape(-1, length), targets.reshape(-1, length))
+            for (rows, targets), length in zip(self._drawn_rows(), lengths, strict=True)
+        ]
+
+    def _drawn_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Ids and targets of each step's global batch: (global_batch, seq_len + 1) and (global_batch, seq_len)."""
         resolved = self.resolved
         train, vocab_size = resolved.config.train, resolved.model.vocab_size
+        least = 0
+        if resolved.config.data.doc_mask:
+            least = END_ID + 1
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.index)
-        results = []
-        for _ in range(self.steps):
-            rows = torch.randint(0, vocab_size, (train.global_batch, train.seq_len + 1), generator=generator)
+        for number, _ in sizes(train, self.steps):
+            rows = torch.randint(least, vocab_size, (number, train.seq_len + 1), generator=generator)
             targets = rows[:, 1:].clone()
             if self.mask:
                 masked = torch.rand(targets.shape, generator=generator) < self.mask
-                masked[1:] |= torch.rand(train.global_batch - 1, 1, generator=generator) < self.mask
+                masked[1:] |= torch.rand(number - 1, 1, generator=generator) < self.mask
                 masked[0, 0] = False  # a step without any target has no mean
                 targets[masked] = IGNORE_INDEX
-            results.append((rows[:, :-1].contiguous(), targets))
-        return results
+            yield rows, targets
 
 
 @lru_cache(maxsize=1024)
@@ -115,12 +132,17 @@ def draw(
             overrides |= draw_experts(family, Random(f"experts/{lane}/{seed}/{index}/{attempt}"), overrides)
         if "model.config.rope_scaling" in overrides:
             overrides |= _of_scaling(Random(f"scaling/{lane}/{seed}/{index}/{attempt}"), overrides)
+        ramps = Random(f"ramps/{lane}/{seed}/{index}/{attempt}")
+        if lane == "ramps":
+            overrides |= draw_ramps(ramps, degrees.divides, overrides)
         lines = tuple(f"{key}={toml_value(value)}" for key, value in overrides.items())
         drawn = Drawn(lane, seed, index, degrees, lines, steps, mask)
         try:
-            _ = drawn.resolved
+            train = drawn.resolved.config.train
         except ConfigError:
             continue
+        if lane == "ramps":
+            return replace(drawn, steps=num_steps(ramps, train), mask=0.0)
         return drawn
     raise AssertionError(f"{lane}:{index} of seed {seed}: none of {TRIES} draws fits {degrees}")
 

@@ -15,20 +15,29 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import TypeVar
 from unittest import mock
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.common.run_folder import METRICS_FILE
+from nxtrain.config.check import resolve_config
+from nxtrain.config.load import load
 from nxtrain.config.tables import toml_value
+from nxtrain.data.tokenization import END_OF_TEXT
 from nxtrain.train.build import build_mesh
+from nxtrain.train.command import train_on
+from nxtrain.train.context import RunContext
 from tests.support import ROOT, TINY
 from tests.support.drawn import Drawn
+from tests.support.drawn_ramps import END_ID
 from tests.support.layouts import Degrees
 from tests.support.models import hf_model, weights_of
 from tests.support.parity import Course, max_weight_error, reference, run_ours
@@ -124,10 +133,15 @@ LIMIT_S = 180
 
 def prepare(drawn: Drawn, folder: Path) -> list[str]:
     """Write the model and the data of a run, and return the command that trains it."""
+    overrides = written(drawn, folder)
+    return ["nxtrain", "launch", str(TINY.relative_to(ROOT)), *overrides, "--nproc", str(drawn.degrees.world)]
+
+
+def written(drawn: Drawn, folder: Path) -> list[str]:
+    """Write the model and the data of a run, and return the overrides that train it."""
     drawn = unmasked(drawn)
     hf_model(drawn.resolved, weights=first_weights(drawn)).save_pretrained(folder / "model")
-    rows = [torch.cat([inputs, targets[:, -1:]], dim=1) for inputs, targets in drawn.batches()]
-    np.save(folder / "rows.npy", torch.cat(rows).numpy().astype(np.uint16))
+    np.save(folder / "rows.npy", torch.cat(drawn.rows()).numpy().astype(np.uint16))
     shape = [line for line in drawn.overrides if not line.startswith(("model.config.", "model.family=", "data.path="))]
     own = {
         "run.dir": folder / "run",
@@ -141,8 +155,11 @@ def prepare(drawn: Drawn, folder: Path) -> list[str]:
         "metrics.tensorboard": "false",
         "checkpoint.every": 0,
     }
-    overrides = [*shape, *(f"{key}={value}" for key, value in own.items())]
-    return ["nxtrain", "launch", str(TINY.relative_to(ROOT)), *overrides, "--nproc", str(drawn.degrees.world)]
+    if drawn.resolved.config.data.doc_mask:
+        names = WordLevel({END_OF_TEXT: END_ID}, unk_token=END_OF_TEXT)
+        Tokenizer(names).save(str(folder / "tokenizer.json"))
+        own["data.tokenizer"] = folder / "tokenizer.json"
+    return [*shape, *(f"{key}={value}" for key, value in own.items())]
 
 
 def unmasked(drawn: Drawn) -> Drawn:
@@ -168,3 +185,11 @@ def error_of_command(drawn: Drawn, folder: Path) -> Error:
     loss = max(abs(a - b) for a, b in zip(actual.losses, want.losses, strict=True))
     norm = max(abs(a / b - 1) for a, b in zip(actual.norms, want.norms, strict=True))
     return Error(loss, norm, 0.0)
+
+
+def across_a_checkpoint(backend: Backend, drawn: Drawn, overrides: Sequence[str]) -> None:
+    """Train this rank's part of a run that stops after a drawn step and goes on from its checkpoint."""
+    stop = Random(f"stop/{drawn}").randint(1, drawn.steps - 1)
+    for last in (stop, drawn.steps):
+        loaded = load(TINY, [*overrides, f"train.steps={last}"])
+        train_on(RunContext.open(backend, resolve_config(loaded, drawn.degrees.world)))

@@ -85,6 +85,12 @@ def covering_array(
     return results + rng.choices(small, k=number - len(results))
 
 
+def ramped_layouts(seed: int) -> list[Degrees]:
+    """Layouts of up to four ranks of both kinds, with context parallelism and without, in turn."""
+    pairs = zip(covering_array(seed, 64), covering_array(seed, 48, cp=True), strict=False)
+    return [degrees for pair in pairs for degrees in pair if degrees.world <= 4]
+
+
 @cache
 def all_layouts() -> tuple[Degrees, ...]:
     """Every layout of up to eight ranks; factors that do not fit each other are left out."""
