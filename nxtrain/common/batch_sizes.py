@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -82,15 +83,6 @@ class BatchSizes:
             begin = end
         return begin + math.ceil((rows - self.before(begin)) / self.last)
 
-    def spans(self, steps: int) -> list[tuple[int, int]]:
-        """Number of updates with each global batch, among the first `steps`, in order."""
-        found, first = [], 0
-        for end, batch in self._bounded(steps):
-            if end > first:
-                found.append((end - first, batch))
-            first = end
-        return found
-
     def _bounded(self, step: int) -> Iterator[tuple[int, int]]:
         """The stages up to a step, and the last global batch until this step."""
         for end, batch in self.stages:
@@ -99,6 +91,21 @@ class BatchSizes:
                 return
             yield end, batch
         yield step, self.last
+
+
+@dataclass(frozen=True)
+class Span:
+    """Adjacent updates of the same size.
+
+    Args:
+        steps: Number of updates.
+        global_batch: Rows of each of them.
+        seq_len: Tokens of a sequence; 0: a row is one.
+    """
+
+    steps: int
+    global_batch: int
+    seq_len: int = 0
 
 
 @dataclass(frozen=True)
@@ -122,3 +129,22 @@ class SeqLengths:
             if seen < limit:
                 return length
         return self.last
+
+
+def spans(steps: int, sizes: BatchSizes, lengths: SeqLengths | None = None) -> list[Span]:
+    """Updates of each size among the first `steps`, in order.
+
+    Args:
+        steps: Number of updates.
+        sizes: Rows of each update.
+        lengths: Sequence length of each update; None: a row is one sequence.
+    """
+    ends = [end for end, _ in sizes.stages]
+    if lengths is not None:
+        ends += [sizes.steps_for(tokens / lengths.last) for tokens, _ in lengths.stages]
+    bounds = sorted({0, steps, *(end for end in ends if 0 < end < steps)})
+    results = []
+    for begin, end in pairwise(bounds):
+        seq_len = 0 if lengths is None else lengths.at(begin)
+        results.append(Span(end - begin, sizes.at(begin), seq_len))
+    return results

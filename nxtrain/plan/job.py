@@ -31,6 +31,9 @@ scores: All scores of elementary operations.
 _BY_KEPT_BYTES: tuple[Attention, ...] = ("fused", "grouped", "blocked", "probabilities", "scores")
 """Implementations in the order of what they keep."""
 
+_BY_DOCUMENT = ("per-document", "flash", "flex")
+"""Kernels that compute no score between documents of a row."""
+
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number."""
 
@@ -44,12 +47,14 @@ class Job:
         machine: Kind of machine.
         nodes: Number of machines.
         config: Configuration; `parallel.dp` has its value.
+        shorter_len: Tokens of each of the sequences that share a row; 0: a row is one sequence.
     """
 
     dimensions: Dimensions
     machine: Machine
     nodes: int
     config: RunConfig
+    shorter_len: int = 0
 
     @property
     def world(self) -> int:
@@ -66,6 +71,20 @@ class Job:
     def tokens_per_step(self) -> int:
         """Tokens of a global batch."""
         return self.config.train.global_batch * self.config.train.seq_len
+
+    @property
+    def sequence_len(self) -> int:
+        """Tokens of a sequence, several of which may share a row."""
+        return self.shorter_len or self.config.train.seq_len
+
+    @cached_property
+    def computed_len(self) -> int:
+        """Tokens of the sequences whose attention counts: whole rows, unless a kernel surely skips hidden scores."""
+        if self.shorter_len and self.backend in ("cpu", ON_GPUS):
+            chosen = choose_torch(self.backend, self.config.backend.attention, self.attention_shape)
+            if chosen is not None and chosen.kind in _BY_DOCUMENT and self.config.parallel.cp == 1:
+                return self.shorter_len
+        return self.config.train.seq_len
 
     @property
     def is_trainium(self) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from nxtrain.optim.schedule import Schedule
@@ -13,6 +14,7 @@ from nxtrain.plan.goodput import Failures
 from nxtrain.plan.job import SIZES, Job
 from nxtrain.plan.memory import Bytes, checkpoint_bytes, ema_size, host_bytes, master_size, rank_bytes
 from nxtrain.plan.moments import accumulated_size, in_flight
+from nxtrain.plan.ramps import RampPart, ramp_parts
 from nxtrain.plan.speed import StepTime, step_time
 from nxtrain.plan.work import model_flops_per_token, trained_params
 
@@ -131,17 +133,18 @@ class Prediction:
     @property
     def days(self) -> float | None:
         """Days of training without failures; None if the length of the run is unknown."""
-        train = self.job.config.train
         if self.tokens is None:
             return None
-        if not train.batch_ramp or self.assumed.device_hours:
+        if not self.ramp:
             return self.tokens / self.tokens_per_s / DAY_S
-        seconds = 0.0
-        for num_steps, batch in train.batch_sizes().spans(self._num_steps(self.tokens)):
-            part = train.model_copy(update={"global_batch": batch})
-            config = self.job.config.model_copy(update={"train": part})
-            seconds += num_steps * step_time(replace(self.job, config=config)).step_s
-        return seconds / DAY_S
+        return sum(part.seconds for part in self.ramp) / DAY_S
+
+    @cached_property
+    def ramp(self) -> tuple[RampPart, ...]:
+        """Parts of a run with ramps; none without, or where the length is unknown or follows from hours."""
+        if self.tokens is None or self.assumed.device_hours:
+            return ()
+        return ramp_parts(self.job, self._num_steps(self.tokens))
 
     @property
     def device_hours(self) -> float | None:
@@ -265,6 +268,10 @@ class Prediction:
         def of_run(per_token: float) -> float | None:
             return None if tokens is None else per_token * tokens
 
+        flops = of_run(model_flops_per_token(self.job))
+        if self.ramp:
+            flops = sum(part.flops for part in self.ramp)
+
         rates = ""
         if not (self.assumed.unknown_length or self.assumed.tokens or self.assumed.device_hours):
             rates = Schedule.of(self.job.config).describe()
@@ -277,7 +284,8 @@ class Prediction:
             "device_hours": self.device_hours,
             "flops_6nd": of_run(6.0 * params),
             **({} if self.job.adapters is None else {"flops_4nd": of_run(4.0 * params)}),
-            "flops": of_run(model_flops_per_token(self.job)),
+            "flops": flops,
+            "ramp": [part.to_json() for part in self.ramp],
             "chinchilla_tokens": CHINCHILLA * params,
             "days_with_failures": days / goodput if days is not None and goodput > LEAST_GOODPUT else None,
         }

@@ -96,8 +96,10 @@ def _rows(found: Prediction) -> list[tuple[str, str, str]]:
         with_failures = "failures leave no time for a step and its checkpoint"
         if run["days_with_failures"] is not None:
             with_failures = f"{run['days_with_failures']:,.2f} days with failures"
+        of = "of up to" if found.ramp else "of"
         rows += [
-            ("steps", f"{run['steps']:,}", f"of {found.job.tokens_per_step:,} tokens"),
+            ("steps", f"{run['steps']:,}", f"{of} {found.job.tokens_per_step:,} tokens"),
+            *_ramps(found),
             ("learning rate", run["schedule"], run["learning_rates"]),
             ("tokens", f"{run['tokens']:.3g}", f"{nd[-3:].upper()}: {run[nd]:.3g} operations"),
             *_data_set(run),
@@ -107,6 +109,20 @@ def _rows(found: Prediction) -> list[tuple[str, str, str]]:
         ]
     if graphs["graphs"]:
         rows.append(("graphs", str(graphs["graphs"]), f"{graphs['host_bytes'] / GIB:,.0f} GiB of host to compile"))
+    return rows
+
+
+def _ramps(found: Prediction) -> list[tuple[str, str, str]]:
+    """Rows of the parts of a run whose batches or sequences grow; none without a ramp."""
+    rows = []
+    for number, part in enumerate(found.ramp, 1):
+        sequences = f"{part.job.config.train.global_batch:,} rows"
+        if part.job.shorter_len:
+            sequences += f" in sequences of {part.job.sequence_len:,} tokens"
+        if part.job.computed_len > part.job.sequence_len:
+            sequences += ", with the time of whole rows"
+        speed = f"{duration(part.time.step_s)} per step, MFU {part.time.mfu:.1%}"
+        rows.append((f"ramp, part {number}", f"{part.steps:,} steps", f"{sequences}: {speed}"))
     return rows
 
 

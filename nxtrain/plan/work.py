@@ -91,7 +91,7 @@ def _attention(job: Job, blocks: range, *, fused_context: bool) -> tuple[float, 
     flops, moved = 0.0, 0
     fused_context = fused_context or job.fuses_context
     for window, number in job.dimensions.windows(blocks):
-        one: float = job.dimensions.attention_flops(job.config.train.seq_len, window)
+        one: float = job.dimensions.attention_flops(job.computed_len, window)
         if job.config.parallel.cp > 1:
             one *= work_share(job, window, skips=fused_context or not job.meets_all_keys)
             if not fused_context:
@@ -123,8 +123,8 @@ def trained_params(job: Job) -> int:
 
 def model_flops_per_token(job: Job) -> int:
     """Operations of forward and backward for one token without recomputation, as the utilization counts them."""
-    seq_len, num_layers = job.config.train.seq_len, job.dimensions.num_layers
-    whole = job.dimensions.flops_per_token(seq_len)
+    num_layers = job.dimensions.num_layers
+    whole = job.dimensions.flops_per_token(job.sequence_len)
     if job.adapters is None:
         return whole
     matrices = num_layers * job.dimensions.block_matmul_params + job.dimensions.vocab_size * job.dimensions.hidden_size

@@ -74,7 +74,7 @@ class Drawn:
         """The line that runs this draw again; with `--command`, by `nxtrain launch`."""
         return f"python scripts/fuzz.py {self.seed} --only {self}"
 
-    def rows(self) -> list[Tensor]:
+    def token_rows(self) -> list[Tensor]:
         """Ids of each step's global batch, without a mask: (global_batch, seq_len + 1) int64."""
         return [rows for rows, _ in self._drawn_rows()]
 

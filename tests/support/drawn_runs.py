@@ -141,7 +141,7 @@ def written(drawn: Drawn, folder: Path) -> list[str]:
     """Write the model and the data of a run, and return the overrides that train it."""
     drawn = unmasked(drawn)
     hf_model(drawn.resolved, weights=first_weights(drawn)).save_pretrained(folder / "model")
-    np.save(folder / "rows.npy", torch.cat(drawn.rows()).numpy().astype(np.uint16))
+    np.save(folder / "rows.npy", torch.cat(drawn.token_rows()).numpy().astype(np.uint16))
     shape = [line for line in drawn.overrides if not line.startswith(("model.config.", "model.family=", "data.path="))]
     own = {
         "run.dir": folder / "run",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nxtrain.common.batch_sizes import BatchSizes
+from nxtrain.common.batch_sizes import BatchSizes, SeqLengths, Span, spans
 from nxtrain.config.schema import TrainConfig
 
 SEQ_LEN = 16
@@ -48,7 +48,7 @@ def test_sizes_follow_the_tokens_seen_from_any_step(
         assert whole.at(step) == resumed.at(step) == batches[step]
         assert whole.before(step) == resumed.before(step) == rows[step]
     assert resumed.unit == whole.unit and not any(batch % whole.unit for batch in batches)
-    in_order = [batch for num_steps, batch in whole.spans(100) for _ in range(num_steps)]
+    in_order = [span.global_batch for span in spans(100, whole) for _ in range(span.steps)]
     assert in_order == batches
 
 
@@ -62,13 +62,13 @@ def test_steps_for_rows_are_the_fewest_that_see_them(stages: list[tuple[int, int
 def test_a_run_without_a_ramp_counts_from_its_first_step_whatever_it_has_seen() -> None:
     sizes = ramp([], 8).batch_sizes(step=7, tokens=3 * SEQ_LEN)
     assert sizes == BatchSizes(8)
-    assert (sizes.at(7), sizes.before(7), sizes.spans(3)) == (8, 56, [(3, 8)])
+    assert (sizes.at(7), sizes.before(7), spans(3, sizes)) == (8, 56, [Span(3, 8)])
 
 
 def test_the_tokens_seen_and_not_the_steps_decide_after_a_change() -> None:
     """A mutant: a ramp by steps would begin anew, or end early."""
     train = ramp([(40, 4)], 8)
-    assert train.batch_sizes().spans(12) == [(10, 4), (2, 8)]
+    assert spans(12, train.batch_sizes()) == [Span(10, 4), Span(2, 8)]
     later = train.batch_sizes(step=5, tokens=8 * SEQ_LEN)
     assert [later.at(step) for step in range(5, 15)] == [4] * 8 + [8, 8]
     assert later.before(5) == 8
@@ -76,4 +76,18 @@ def test_the_tokens_seen_and_not_the_steps_decide_after_a_change() -> None:
 
 @pytest.mark.parametrize("steps", [1, 9, 10, 11, 60])
 def test_spans_have_the_steps_of_the_run(steps: int) -> None:
-    assert sum(number for number, _ in ramp([(40, 4), (1, 2)], 8).batch_sizes().spans(steps)) == steps
+    assert sum(span.steps for span in spans(steps, ramp([(40, 4), (1, 2)], 8).batch_sizes())) == steps
+
+
+@given(
+    stages=STAGES,
+    last=st.integers(1, 16),
+    lengths=st.lists(st.tuples(st.integers(1, 900 * SEQ_LEN), st.sampled_from([1, 2, 4, 8])), max_size=3),
+)
+def test_spans_of_both_ramps_are_the_sizes_of_each_step(
+    stages: list[tuple[int, int]], last: int, lengths: list[tuple[int, int]]
+) -> None:
+    sizes = ramp(stages, last).batch_sizes()
+    of_rows = SeqLengths(SEQ_LEN, tuple(sorted(lengths)), sizes)
+    in_order = [(span.global_batch, span.seq_len) for span in spans(100, sizes, of_rows) for _ in range(span.steps)]
+    assert in_order == [(sizes.at(step), of_rows.at(step)) for step in range(100)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -226,6 +227,45 @@ def test_a_batch_ramp_has_fewer_tokens_and_its_own_days() -> None:
     assert ramped["run"]["tokens"] == pytest.approx(0.9 * plain["run"]["tokens"])  # 200 steps of half the batch
     assert ramped["run"]["steps"] == 1000
     assert 0.9 * plain["days"] < ramped["days"] < plain["days"]  # the update of a small batch costs as much
+    parts = [(part["steps"], part["global_batch"]) for part in ramped["run"]["ramp"]]
+    assert parts == [(200, batch // 2), (800, batch)] and plain["run"]["ramp"] == []
+    shown = CliRunner().invoke(app, ["plan", SEVENTY, "train.steps=1000", ramp]).output
+    assert "ramp, part 1" in shown and f"{batch // 2:,} rows: " in shown and "ramp, part 3" not in shown
+
+
+ROWS = ("data.doc_mask=true", "data.tokenizer=t.json", "train.seq_len=8192", "train.micro_batch=1", "train.steps=3000")
+LENGTHS = "train.seq_ramp=[{seq_len = 1024, tokens = 100_000_000}, {seq_len = 2048, tokens = 200_000_000}]"
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_faster"),
+    [
+        (("configs/llama3_2_1b_cuda.toml", "--instance", "p5"), True),
+        (("configs/llama3_2_1b_cuda.toml", "--instance", "p5", "parallel.cp=2"), False),
+        ((SEVEN, "backend.layers=native", "model.config.max_position_embeddings=8192"), False),
+    ],
+    ids=["flash", "context parallel", "trn1"],
+)
+def test_parts_of_a_sequence_ramp_have_their_operations_and_time(layout: tuple[str, ...], is_faster: bool) -> None:
+    plain, ramped = answer(*layout, *ROWS), answer(*layout, *ROWS, LENGTHS)
+    parts, row = ramped["run"]["ramp"], plain["tokens_per_s"] * plain["step_time_s"]
+    assert [part["seq_len"] for part in parts] == [1024, 2048, 8192]
+    assert [part["steps"] for part in parts[:2]] == [math.ceil(1e8 / row), math.ceil(3e8 / row) - math.ceil(1e8 / row)]
+    for part in parts:
+        rows_so_short = answer(*layout, *ROWS, f"train.seq_len={part['seq_len']}")
+        assert part["flops_per_token"] == rows_so_short["flops_per_token"]
+        assert part["mfu"] == pytest.approx(
+            part["flops_per_token"]
+            / plain["flops_per_token"]
+            * plain["mfu"]
+            * plain["step_time_s"]
+            / part["step_time_s"]
+        )
+    assert (parts[0]["step_time_s"] < parts[1]["step_time_s"] < plain["step_time_s"]) == is_faster
+    assert parts[-1]["step_time_s"] == plain["step_time_s"] >= parts[0]["step_time_s"]
+    assert ramped["days"] == pytest.approx(sum(part["steps"] * part["step_time_s"] for part in parts) / 86_400)
+    assert ramped["run"]["flops"] == pytest.approx(sum(part["tokens"] * part["flops_per_token"] for part in parts))
+    assert ramped["run"]["tokens"] == plain["run"]["tokens"] == sum(part["tokens"] for part in parts)
 
 
 def test_hours_of_devices_give_the_days_and_the_tokens() -> None:
