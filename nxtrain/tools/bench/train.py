@@ -1,4 +1,4 @@
-"""Training speed of nxtrain and of its peers, in turns, and of the matrix products that bound all of them.
+"""Training speed of nxtrain and of its peers, and of the matrix products that bound all of them.
 
 Every candidate gets the same shapes, data, clipping and precision, and the same allocator settings.
 """
@@ -42,6 +42,9 @@ PEER = "transformers"
 PEER_COMPILED = "transformers_compiled"
 TITAN = "torchtitan"
 PEAK = "gemm"
+
+ON_HOST = ("cpu", "xla")
+"""Backends that compute in the host's memory, which holds all candidates at once."""
 
 BREAKDOWN = "breakdown"  # request for the parts of a step
 
@@ -171,19 +174,27 @@ def workload(  # 8 arguments: one for each option
 def measure(
     work: Workload, names: Sequence[str], rounds: int
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, dict[str, Any]]]:
-    """Turns of each candidate and of the matrix products, and the parts of nxtrain's own steps."""
+    """Turns of each candidate and of the matrix products, and the parts of nxtrain's own steps.
+
+    On the host all are measured in turns. On a device one process after the other takes all its turns and ends.
+    """
     env = harness.environment(work.threads, work.backend)
-    with ExitStack() as stack:
-        workers = {}
-        for name in (*names, PEAK):
-            workers[name] = stack.enter_context(BenchWorker("training", name, asdict(work), env))
-        measured = take_turns({name: worker.turn for name, worker in workers.items()}, rounds)
-        parts = {}
-        with Progress("parts of a step"):
-            for name in names:
-                if name in (OURS, COMPILED) and work.backend not in ON_XLA:
-                    parts[name] = workers[name].turn(BREAKDOWN)
-                    parts[name]["unprofiled_step_s"] = _step_s(measured[name])
+    together = [[*names, PEAK]]
+    if work.backend not in ON_HOST:  # the states of all would not fit into the memory of a device
+        together = [[name] for name in together[0]]
+    measured: dict[str, list[dict[str, Any]]] = {}
+    parts = {}
+    for group in together:
+        with ExitStack() as stack:
+            workers = {}
+            for name in group:
+                workers[name] = stack.enter_context(BenchWorker("training", name, asdict(work), env))
+            measured |= take_turns({name: worker.turn for name, worker in workers.items()}, rounds)
+            with Progress("parts of a step"):
+                for name in group:
+                    if name in (OURS, COMPILED) and work.backend not in ON_XLA:
+                        parts[name] = workers[name].turn(BREAKDOWN)
+                        parts[name]["unprofiled_step_s"] = _step_s(measured[name])
     return measured, parts
 
 

@@ -27,7 +27,7 @@ from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
 from nxtrain.tools.bench.breakdown import EXCHANGE, UPDATE, WAIT, break_down
 from nxtrain.tools.bench.clocks import Clocks
-from nxtrain.tools.bench.train import BREAKDOWN, COMPILED, OURS, PEAK, PEER, PEER_COMPILED, TITAN, Workload
+from nxtrain.tools.bench.train import BREAKDOWN, COMPILED, ON_HOST, OURS, PEAK, PEER, PEER_COMPILED, TITAN, Workload
 from nxtrain.train.build import build_model, build_state, mesh_of
 from nxtrain.train.device_batch import DeviceBatch
 from nxtrain.train.step import TrainState, train_step
@@ -41,8 +41,8 @@ WARM_UP_STEPS = 3
 PIPELINED = 8  # micro-batches of a pipeline's step, if its sequences can be so divided
 
 
-ON_HOST = ((2048, 512, 512), (2048, 512, 2816), (2048, 2048, 2048))
-ON_ACCELERATOR = ((8192, 8192, 8192), (8192, 4096, 14336))
+HOST_PRODUCTS = ((2048, 512, 512), (2048, 512, 2816), (2048, 2048, 2048))
+DEVICE_PRODUCTS = ((8192, 8192, 8192), (8192, 4096, 14336))
 """Rows, inner size and columns of the products that find the peak; the fastest counts."""
 
 REPEATS = 10
@@ -67,7 +67,7 @@ def turns(name: str, job: Mapping[str, Any]) -> dict[str, Turn]:
     elif not work.stock_allocator:
         keep_heap()  # peers get the allocator settings of our backend, and not the backend
     if name == PEAK:
-        return {"": peak(clocks, dtype_of(work), on_host=work.backend in ("cpu", "xla"))}
+        return {"": peak(clocks, dtype_of(work), on_host=work.backend in ON_HOST)}
     if name == TITAN:
         from nxtrain.tools.bench.titan import titan_step
 
@@ -170,7 +170,7 @@ def hf_config(work: Workload) -> dict[str, Any]:
 
 def peak(clocks: Clocks, dtype: torch.dtype, *, on_host: bool) -> Callable[[], dict[str, float]]:
     """Turn that measures FLOPs per second by each clock, each the best of several matrix products."""
-    shapes = ON_HOST if on_host else ON_ACCELERATOR
+    shapes = HOST_PRODUCTS if on_host else DEVICE_PRODUCTS
     if on_host and not has_products(dtype):
         dtype = torch.float32
     pairs = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from nxtrain.tools.bench.train import (
     Workload,
     check_backend,
     choose_candidates,
+    measure,
     ratio_clock,
     summarize,
     workload,
@@ -104,6 +107,43 @@ def test_other_families_are_measured_by_those_that_have_them(monkeypatch: pytest
     assert set(left_out) == {COMPILED, TITAN}
     work = workload(steps=1, batch=2, seq_len=64, precision="fp32", preset="mixtral/tiny")
     assert (work.family, work.model.num_hidden_layers) == ("mixtral", 2)
+
+
+class Workers:
+    """Workers of candidates that take turns in no time, and the most that live at once."""
+
+    def __init__(self) -> None:
+        self.alive: set[str] = set()
+        self.most = 0
+        self.order: list[str] = []
+
+    def start(self, _: str, name: str, *__: object) -> ExitStack:
+        worker = ExitStack()
+        worker.callback(self.alive.remove, name)
+        self.alive.add(name)
+        self.most = max(self.most, len(self.alive))
+        vars(worker)["turn"] = lambda request="": self.turn(name, request)
+        return worker
+
+    def turn(self, name: str, request: str) -> dict[str, Any]:
+        assert name in self.alive
+        if not request:
+            self.order.append(name)
+        return {"kinds": {}} if request else turns(1.0)[0]
+
+
+@pytest.mark.parametrize(("backend", "most"), [("cpu", 3), ("xla", 3), ("cuda", 1), ("neuron-native", 1)])
+def test_the_memory_of_a_device_holds_one_candidate_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, backend: str, most: int
+) -> None:
+    workers = Workers()
+    monkeypatch.setattr(train, "BenchWorker", workers.start)
+    measured, parts = measure(replace(WORK, backend=backend), [OURS, PEER], rounds=2)
+    assert (workers.most, workers.alive) == (most, set())
+    assert {name: len(turns) for name, turns in measured.items()} == {OURS: 2, PEER: 2, PEAK: 2}
+    assert [*measured] == [OURS, PEER, PEAK], "the order of the table"
+    assert (workers.order[:2] == [OURS, PEER]) == (most > 1), "in turns on the host"
+    assert [*parts] == ([] if backend == "xla" else [OURS])
 
 
 def test_an_unknown_candidate_and_an_absent_device_are_refused() -> None:
