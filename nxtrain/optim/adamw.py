@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.rounding import step_hash
-from nxtrain.backends.torch_kernels import bias_correction
+from nxtrain.backends.torch_kernels import bias_correction, row_tiles
 from nxtrain.common.kernels import AdamStep, Kernels, RoundingKey, Rows
 from nxtrain.common.sharding import Layout
 from nxtrain.config.schema import OptimConfig
@@ -22,6 +22,9 @@ from nxtrain.parallel.precision import Precision
 _MEANS = ("exp_avg", "exp_avg_sq")
 MOMENTUM = "momentum_buffer"
 EMA = "ema"
+
+MARKED_ENTRIES = 1 << 24
+"""Entries whose lost updates are computed at once: a bound on their float32 copies, 64 MiB each."""
 
 
 @dataclass(frozen=True)
@@ -202,23 +205,34 @@ class AdamW:
         Source: Yu et al. 2024 (arXiv:2405.03637), lost arithmetic.
         """
         lr = lr.to(self.num_updates.device)
-        for name, update in self._directions():
-            shard = self._shards[name]
-            param = shard.to(update.device, self._precision.params)
-            if self._layout.table[name].decay:
-                update.add_(param * self._weight_decay)
-            update.mul_(self._rate_of(name, lr))
-            unchanged = (param.float() - update).to(param.dtype) == param
-            yield name, (unchanged & (update != 0)).float().to(shard.device)
+        for name, direction in self._directions():
+            shard, rate = self._shards[name], self._rate_of(name, lr)
+            marks = torch.zeros(shard.shape, device=shard.device)
+            for rows in row_tiles({name: shard.shape}, MARKED_ENTRIES):
+                update = direction(rows)
+                param = rows.of(shard).to(update.device, self._precision.params)
+                if self._layout.table[name].decay:
+                    update.add_(param * self._weight_decay)
+                update.mul_(rate)
+                unchanged = (param.float() - update).to(param.dtype) == param
+                rows.of(marks).copy_(unchanged & (update != 0))
+            yield name, marks
 
-    def _directions(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and last update of each parameter without learning rate and weight decay, in the layout's order."""
+    def _directions(self) -> Iterator[tuple[str, Callable[[Rows], Tensor]]]:
+        """Functions that compute the last update of rows of a parameter, by name, in the layout's order.
+
+        Updates are without learning rate and weight decay, in float32, and may be overwritten.
+        """
         beta1, beta2 = self._betas
         step = self.num_updates[0]
         correction1, correction2 = bias_correction(beta1, step), bias_correction(beta2, step)
+
+        def direction(rows: Rows) -> Tensor:
+            mean, mean_sq = (rows.of(self.state[kind][rows.name]).float() for kind in _MEANS)
+            return (mean / correction1).div_((mean_sq / correction2).sqrt_().add_(self._eps))
+
         for name in self.state[_MEANS[0]]:
-            mean, mean_sq = (self.state[kind][name].float() for kind in _MEANS)
-            yield name, (mean / correction1).div_((mean_sq / correction2).sqrt_().add_(self._eps))
+            yield name, direction
 
     def _rate_of(self, name: str, lr: Tensor) -> Tensor:
         """Learning rate of a parameter, given that of the schedule."""

@@ -101,18 +101,15 @@ class Muon(AdamW):
 
         return self._matrices.apply(round_, rows, update)
 
-    def _directions(self) -> Iterator[tuple[str, Tensor]]:
+    def _directions(self) -> Iterator[tuple[str, Callable[[Rows], Tensor]]]:
         # The last gradient is gone, so that the momentum stands for the update.
         updates: dict[str, Tensor] = {}
         for round_ in self._matrices.rounds:
             momenta = {name: self.state[MOMENTUM][name].float() for name in round_.names}
             updates.update(self._orthogonalized(round_, momenta))
-        others = super()._directions()
+        others = dict(super()._directions())
         for name in self._shards:
-            if name in updates:
-                yield name, updates[name]
-            else:
-                yield next(others)
+            yield name, others.get(name, lambda rows: rows.of(updates[rows.name]))
 
     def _rate_of(self, name: str, lr: Tensor) -> Tensor:
         return lr if name in self._stores else lr * self._adam_factor

@@ -72,6 +72,33 @@ def test_the_device_makes_the_zeros_of_an_optimizer(gpu: SimulatedGpu) -> None:
     assert copied["pinned", "device"] + copied["pageable", "device"] < 1024
 
 
+def memory_of_marks() -> tuple[int, int]:
+    """Bytes of the marks of lost updates, and most bytes allocated while they are made."""
+    import torch
+
+    from nxtrain.common.mesh import Mesh
+    from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
+    from nxtrain.config.schema import OptimConfig
+    from nxtrain.optim.adamw import AdamW
+    from tests.support.adamw import precision
+
+    shape = 16384, 8192
+    layout = Layout(ParamTable({"w": ShardSpec(shape, decay=True)}), Mesh.build(1, 0))
+    with opened_gpu() as backend:
+        params = {"w": torch.empty(shape, dtype=torch.bfloat16, device="cuda")}
+        types = precision(torch.bfloat16, "fp32_master")
+        adamw = AdamW(params, layout, backend.kernels, backend.put, precision=types, seed=0, optim=OptimConfig())
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        ((_, marks),) = adamw.lost_updates(*backend.scalars(1e-3))
+        return marks.nbytes, torch.cuda.max_memory_allocated() - before
+
+
+def test_marks_of_lost_updates_take_little_more_than_themselves(gpu: SimulatedGpu) -> None:
+    of_marks, most = gpu.run(memory_of_marks)
+    assert of_marks < most < 1.75 * of_marks, "copies of a tile, and not of the parameter"
+
+
 @pytest.mark.parametrize("update", ["fp32_master", "bf16_stochastic"])
 def test_an_update_on_the_host_copies_gradients_and_parameters_at_once(gpu: SimulatedGpu, update: str) -> None:
     tables = {"parallel": {"offload": ("optimizer",)}, "precision": {"params": "bf16", "update": update}}

@@ -294,7 +294,8 @@ def test_state_that_is_copied_goes_on_with_the_same_bits(types: tuple[Update, to
     assert all(torch.equal(others[name], x) for name, x in shards.items())
 
 
-def test_updates_that_bf16_would_lose_are_counted_in_every_parameter() -> None:
+def test_updates_that_bf16_would_lose_are_counted_in_every_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nxtrain.optim.adamw.MARKED_ENTRIES", 100)
     table = drawn_table(5)
     shards = first(table, BF16)
     optimizer = muon(table, shards, types=("bf16_stochastic", BF16, FP32))
