@@ -11,11 +11,15 @@ from torch import Tensor
 
 
 class Clocks:
-    """Clocks of one device; `read` runs the recorded operations, waits for the device, and reads a () tensor."""
+    """Clocks of one device; `read` runs the recorded operations, waits for the device, and reads a () tensor.
+
+    Attributes:
+        has_events: The device has a queue, and a clock of its own.
+    """
 
     def __init__(self, device: torch.device, read: Callable[[Tensor], float] = float) -> None:
         self.device, self.read = device, read
-        self._has_events = device.type not in ("cpu", "xla") and hasattr(torch, "Event")
+        self.has_events = device.type not in ("cpu", "xla") and hasattr(torch, "Event")
 
     @contextmanager
     def measure(self) -> Iterator[dict[str, float]]:
@@ -32,7 +36,7 @@ class Clocks:
             seconds["device"] = first.elapsed_time(last) / 1e3
 
     def _event(self) -> torch.Event | None:
-        if not self._has_events:
+        if not self.has_events:
             return None
         event = torch.Event(self.device, enable_timing=True)
         event.record()

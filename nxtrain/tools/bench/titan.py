@@ -6,20 +6,19 @@ uses `scaled_dot_product_attention`, which torchtitan has for other models. Veri
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nxtrain.tools.bench.clocks import Clocks
 from nxtrain.tools.bench.train import Workload
-from nxtrain.tools.bench.training import CLIP, LR, batch, hf_config
+from nxtrain.tools.bench.training import CLIP, LR, Step, batch, hf_config
 
 
-def titan_step(work: Workload, clocks: Clocks) -> Callable[[], float]:
-    """Step of torchtitan's model, which returns the loss; parameters are float32, products bfloat16 by AMP."""
+def titan_step(work: Workload, clocks: Clocks) -> Step:
+    """Step of torchtitan's model; parameters are float32, products bfloat16 by AMP."""
     from torchtitan.components.loss import cross_entropy_loss
 
     torch.manual_seed(0)
@@ -31,14 +30,14 @@ def titan_step(work: Workload, clocks: Clocks) -> Callable[[], float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     inputs, targets = (x.to(clocks.device) for x in batch(work))
 
-    def step() -> float:
+    def step() -> Tensor:
         with torch.autocast(clocks.device.type, torch.bfloat16, enabled=work.precision == "bf16"):
-            loss = cross_entropy_loss(model(inputs), targets) / targets.numel()
+            loss: Tensor = cross_entropy_loss(model(inputs), targets) / targets.numel()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        return clocks.read(loss.detach())
+        return loss.detach()
 
     return step
 

@@ -200,10 +200,7 @@ def measure(
 
 def _step_s(turns: Sequence[Mapping[str, Any]]) -> float:
     """Median seconds of a step."""
-    steps_s: list[float] = []
-    for turn in turns:
-        steps_s += turn["step_s"]
-    return median(steps_s)
+    return median(turn["step_s"] for turn in turns)
 
 
 def summarize(measured: Mapping[str, Sequence[Mapping[str, Any]]], work: Workload) -> dict[str, Any]:

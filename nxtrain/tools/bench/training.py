@@ -32,7 +32,7 @@ from nxtrain.train.build import build_model, build_state, mesh_of
 from nxtrain.train.device_batch import DeviceBatch
 from nxtrain.train.step import TrainState, train_step
 
-Step: TypeAlias = Callable[[], float]  # one update; returns the loss, after which the device is idle
+Step: TypeAlias = Callable[[], Tensor]  # queues one update; returns the loss, () on the device
 
 Turn: TypeAlias = Callable[[], dict[str, Any]]
 
@@ -47,6 +47,9 @@ DEVICE_PRODUCTS = ((8192, 8192, 8192), (8192, 4096, 14336))
 
 REPEATS = 10
 
+QUEUED = 20
+"""Products of one measurement on a device with a queue: the host's start and read are a small share of the time."""
+
 
 def turns(name: str, job: Mapping[str, Any]) -> dict[str, Turn]:
     """Turns of a candidate of `bench train` by request, in a worker process."""
@@ -59,7 +62,7 @@ def turns(name: str, job: Mapping[str, Any]) -> dict[str, Turn]:
             "": timed(step, work.steps, clocks_of(backend), backend, params=work.precision),
             BREAKDOWN: parts(step, state, backend),
         }
-    opened = None
+    opened: Backend | None = None
     clocks = Clocks(torch.device("cpu"))
     if work.backend != "cpu":
         opened = open_backend(work.backend)
@@ -125,11 +128,10 @@ def ours(
     mesh = mesh_of(plan, backend)
     state = build_state(plan, build_model(plan, backend, mesh, init="draw"), backend, mesh)
     inputs, targets = (x.unflatten(0, (mesh.dp.size, -1, micro_batch))[mesh.dp.rank] for x in batch(work, sequences))
-    read = clocks_of(backend).read
     on_device = DeviceBatch.of(inputs, targets, backend.put)
 
-    def step() -> float:
-        return read(train_step(state, on_device, LR).loss)
+    def step() -> Tensor:
+        return train_step(state, on_device, LR).loss
 
     return step, state
 
@@ -149,14 +151,14 @@ def transformers_step(work: Workload, clocks: Clocks, *, fused: bool, compiled: 
     if compiled:
         forward = torch.compile(model, dynamic=False)
 
-    def step() -> float:
+    def step() -> Tensor:
         # `shift_labels` are targets as they stand, so both sides count the same tokens.
-        loss = forward(input_ids=inputs, labels=targets, shift_labels=targets).loss
+        loss: Tensor = forward(input_ids=inputs, labels=targets, shift_labels=targets).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        return clocks.read(loss.detach())
+        return loss.detach()
 
     return step
 
@@ -178,18 +180,22 @@ def peak(clocks: Clocks, dtype: torch.dtype, *, on_host: bool) -> Callable[[], d
         left = torch.randn(m, k, dtype=dtype, device=clocks.device)
         pairs.append((left, torch.randn(n, k, dtype=dtype, device=clocks.device)))
 
-    def product(left: Tensor, right: Tensor) -> Tensor:
-        out = torch.nn.functional.linear(left, right)
+    # A lazy device would compute equal products once.
+    queued = QUEUED if clocks.has_events else 1
+
+    def products(left: Tensor, right: Tensor) -> Tensor:
+        for _ in range(queued):
+            out = torch.nn.functional.linear(left, right)
         clocks.read(out[0, 0])
         return out  # a lazy device computes only what still exists
 
     def turn() -> dict[str, float]:
         best: dict[str, float] = {}
         for left, right in pairs:
-            flops = 2 * left.shape[0] * left.shape[1] * right.shape[0]
+            flops = queued * 2 * left.shape[0] * left.shape[1] * right.shape[0]
             for _ in range(REPEATS):
                 with clocks.measure() as seconds:
-                    product(left, right)
+                    products(left, right)
                 for clock, elapsed in seconds.items():
                     best[clock] = max(best.get(clock, 0.0), flops / elapsed)
         return best
@@ -205,27 +211,33 @@ def timed(
     warm_up_steps: int = WARM_UP_STEPS,
     params: str = "bf16",
 ) -> Turn:
-    """Turn of several steps: seconds by clock, wall seconds of each step and of the process's first, and a loss.
+    """Turn of several steps: seconds by clock, wall seconds of a step and of the process's first, and the last loss.
 
-    The first turn warms up, for which a lazy device and some compilers need a second and a third step.
+    The first turn warms up, for which a lazy device and some compilers need a second and a third step. Later turns
+    queue their steps, and read the last loss alone, as training reads once in `metrics.log_every` steps.
     """
     first_s: list[float] = []
+
+    def run() -> Tensor:
+        loss = step()
+        if backend is not None:
+            backend.step_boundary()
+        return loss
 
     def turn() -> dict[str, Any]:
         number = steps
         if not first_s:
-            number = max(steps, warm_up_steps)
-        step_s = []
+            began = time.perf_counter()
+            clocks.read(run())
+            first_s.append(time.perf_counter() - began)
+            number = max(steps, warm_up_steps - 1)
         with clocks.measure() as seconds:
             for _ in range(number):
-                began = time.perf_counter()
-                loss = step()
-                step_s.append(time.perf_counter() - began)
-        if not first_s:
-            first_s.append(step_s[0])
+                last = run()
+            loss = clocks.read(last)
         if not math.isfinite(loss):
             raise BackendError(f"the loss is {loss}, so these steps are no training; see --precision")
-        measured = {**seconds, "step_s": step_s, "first_step_s": first_s[0], "loss": loss}
+        measured = {**seconds, "step_s": seconds["wall"] / number, "first_step_s": first_s[0], "loss": loss}
         measured["device"] = clocks.device.type
         if backend is None:
             return {**measured, "maker_flops": None, "notes": ()}
@@ -236,6 +248,7 @@ def timed(
 
 def parts(step: Step, state: TrainState, backend: Backend) -> Turn:
     """Turn that profiles one step."""
+    read = clocks_of(backend).read
 
     def turn() -> dict[str, Any]:
         marked = ((state.gradients, "norm"), (state.optimizer, "step"), (state.data_parallel, "publish"))
@@ -243,7 +256,7 @@ def parts(step: Step, state: TrainState, backend: Backend) -> Turn:
             setattr(owner, method, _marked(getattr(owner, method), UPDATE))
         try:
             with waits_marked():
-                return break_down(step, on_device=backend.device.type != "cpu")
+                return break_down(lambda: read(step()), on_device=backend.device.type != "cpu")
         finally:
             for owner, method in marked:
                 delattr(owner, method)
