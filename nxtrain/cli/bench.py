@@ -22,6 +22,7 @@ Steps = Annotated[int, integer(help="Steps in each round.")]
 Threads = Annotated[int, integer(0, MAX_SIZE, help="CPU threads; 0: all cores.")]
 SeqLen = Annotated[int, integer(help="Tokens per sequence.")]
 Precision = Annotated[Literal["bf16", "fp32"], typer.Option(help="Type of parameters and activations.")]
+Device = Annotated[str, typer.Option(help="Device, as in backend.name.")]
 Preset = Annotated[
     str, typer.Option(help="Model, as in model.preset, or FAMILY/PRESET; by default a Llama of 56 million.")
 ]
@@ -47,7 +48,7 @@ def bench_train(
     seq_len: SeqLen = 512,
     precision: Precision = "bf16",
     preset: Preset = "",
-    backend: Annotated[str, typer.Option(help="Device, as in backend.name.")] = "cpu",
+    backend: Device = "cpu",
     stock_allocator: Annotated[
         bool, typer.Option("--stock-allocator", help="Give peers glibc's default settings, not nxtrain's.")
     ] = False,
@@ -98,17 +99,21 @@ def bench_scaling(
 
 @bench.command("collectives", epilog="Example: nxtrain bench collectives --sizes-kib 4,1024,65536")
 def bench_collectives(
-    ranks: Annotated[int, integer(2, MAX_SIZE, help="Processes; an even number.")] = 2,
+    ranks: Annotated[int, integer(2, MAX_SIZE, help="Processes, each with its device; an even number.")] = 2,
     sizes_kib: Annotated[str, typer.Option(help="KiB of the tensors, with commas.")] = "4,64,1024,16384",
     rounds: Annotated[int, integer(help="Times that each size is measured.")] = 5,
+    backend: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Measure nxtrain's collectives between processes of this machine by size, beside a copy in memory."""
+    """Measure nxtrain's collectives between processes of this machine by size, beside a copy in memory.
+
+    On GPUs each rank has its own, and the time is that of the device's clock.
+    """
     from nxtrain.tools.bench.collectives import CollectivesJob, bench_collectives
 
     # A word that is not a number counts as 0, which is refused with the other sizes that ranks cannot share.
     sizes = [int(size) if size.isdecimal() else 0 for size in _names(sizes_kib)]
-    bench_collectives(job=CollectivesJob(ranks, sizes), rounds=rounds, as_json=as_json)
+    bench_collectives(job=CollectivesJob(ranks, sizes, backend), rounds=rounds, as_json=as_json)
 
 
 @bench.command("data", epilog="Example: nxtrain bench data --mib 256 --seq-len 2048")
@@ -153,12 +158,13 @@ def bench_optim(
     layers: Annotated[int, integer(help="Blocks of the model whose parameters are updated.")] = 2,
     rounds: Annotated[int, integer(help="Times that each rule runs, in turns.")] = 7,
     threads: Threads = 1,
+    backend: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
     """Update parameters under every rule of precision.update, and compare with torch's AdamW or Muon."""
     from nxtrain.tools.bench.optim import bench_optim
 
-    bench_optim(name=name, layers=layers, rounds=rounds, threads=threads, as_json=as_json)
+    bench_optim(name=name, layers=layers, rounds=rounds, threads=threads, as_json=as_json, device=backend)
 
 
 @bench.command("attention", epilog="Example: nxtrain bench attention --longest 16384 --rounds 3")
@@ -185,10 +191,11 @@ def bench_pipeline(
     micro: Annotated[int, integer(help="Micro-batches per step.")] = 8,
     forward_ms: Annotated[
         float,
-        number(0.1, 1e9, help="Forward of a chunk, which sleeps; its backward takes twice as long."),
+        number(0.1, 1e9, help="Forward of a chunk, which sleeps, or multiplies on a device; its backward takes twice."),
     ] = 50.0,
     seq_len: Annotated[int, integer(help="Tokens of a micro-batch, which is one sequence.")] = 32,
     rounds: Annotated[int, integer(help="Steps; the shortest counts.")] = 5,
+    backend: Device = "cpu",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what is expected, start nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -200,7 +207,7 @@ def bench_pipeline(
     """
     from nxtrain.tools.bench.pipeline import StageWork, bench_pipeline
 
-    stages = StageWork(pp, virtual_pp, schedule, micro, forward_ms / 1e3, seq_len)
+    stages = StageWork(pp, virtual_pp, schedule, micro, forward_ms / 1e3, seq_len, backend)
     bench_pipeline(work=stages, rounds=rounds, dry_run=dry_run, as_json=as_json)
 
 

@@ -6,6 +6,7 @@ import math
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from nxtrain.metrics.status import KINDS_S, SECTIONS_S
 from nxtrain.train.step import train_step
 from tests.support.adamw import STEPS as NUM_UPDATES
 from tests.support.adamw import ours, torchs
-from tests.support.models import SHAPES, hf_model, our_model, plan, tokens, weights_of
+from tests.support.models import BASE, SHAPES, hf_model, our_model, plan, tokens, weights_of
 from tests.support.parity import LR, Course, batches, check_course, layout, local_batch, reference, run_ours, start
 from tests.support.ranks import RankPool
 from tests.support.runs import course, records, run_plan, token_file, train_rank
@@ -127,18 +128,30 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.alone
 def test_events_divide_the_step_and_cost_less_than_one_percent(backend: Backend, tmp_path: Path) -> None:
-    data = {"source": "tokens", "path": str(token_file(tmp_path / "rows.npy", num_rows=18))}
+    """The steps take 20 ms or more, next to which ten events are little."""
+    seq_len, file = 1024, tmp_path / "rows.npy"
+    np.save(file, np.random.default_rng(0).integers(0, BASE["vocab_size"], (18, seq_len + 1), dtype=np.uint16))
+    data = {"source": "tokens", "path": str(file)}
+    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
+    model = {"config": {**shape, "max_position_embeddings": seq_len}}
     step_s: dict[str, list[float]] = {"on": [], "off": []}
     for attempt in range(4):
         for name, times in step_s.items():
-            metrics = {"log_every": 100, "tensorboard": False, "progress": False, "step_sections": name}
+            metrics = {"log_every": 50, "tensorboard": False, "progress": False, "step_sections": name}
             resolved = run_plan(
-                tmp_path / f"{name}{attempt}", data, steps=300, metrics=metrics, checkpoint={"every": 0}
+                tmp_path / f"{name}{attempt}",
+                data,
+                steps=100,
+                train={"seq_len": seq_len},
+                model=model,
+                metrics=metrics,
+                checkpoint={"every": 0},
             )
             train_rank(backend, resolved)
             *_, last = records(resolved.config.run.dir)
             times.append(last["step_time_s"])
             if name == "on":
-                assert sum(last[key] for key in KINDS_S) == pytest.approx(100 * last["step_time_s"], rel=0.02)
+                assert sum(last[key] for key in KINDS_S) == pytest.approx(50 * last["step_time_s"], rel=0.02)
                 assert all(last[key] > 0 for key in SECTIONS_S)
+    assert min(step_s["off"]) > 0.02, "a larger model is needed"
     assert min(step_s["on"]) < 1.01 * min(step_s["off"])

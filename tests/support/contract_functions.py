@@ -44,7 +44,7 @@ from nxtrain.parallel.regions import (
 )
 from nxtrain.parallel.slot_rows import _Collect, _Spread
 from nxtrain.parallel.weight_grads import _Gradient
-from nxtrain.tools.bench.pipeline_rank import _Sleep
+from nxtrain.tools.bench.pipeline_rank import _Occupied
 from nxtrain.tools.trace.step_trace import _Backward
 from tests.support.contract import WHOLE, Operand, Shape, Work, drawn_kernels
 from tests.support.contract_experts import (
@@ -318,14 +318,14 @@ def leave_stage(ranks: Ranks, rng: Random) -> Work:
     return Work(f"_Leave on {shape}", {"x": Operand(shape)}, call, lambda x: _Given.apply(x, value))
 
 
-def sleep(ranks: Ranks, rng: Random) -> Work:
+def occupied(ranks: Ranks, rng: Random) -> Work:
     """A copy that takes time."""
     shape = ranks.draw_shape(rng, 4)
 
     def call(x: Tensor) -> Tensor:
-        return _Sleep.apply(x, 0.0, None)  # type: ignore[no-any-return]
+        return _Occupied.apply(x, 0.0, None, lambda seconds: None)  # type: ignore[no-any-return]
 
-    return Work(f"_Sleep on {shape}", {"x": Operand(shape)}, call, torch.clone, in_float64=True)
+    return Work(f"_Occupied on {shape}", {"x": Operand(shape)}, call, torch.clone, in_float64=True)
 
 
 def record_backward(ranks: Ranks, rng: Random) -> Work:
@@ -430,7 +430,7 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     _WithGradientOf: with_gradient_of,
     _AllToAll: all_to_all,
     _Leave: leave_stage,
-    _Sleep: sleep,
+    _Occupied: occupied,
     _Backward: record_backward,
     _GatherSequence: gather_sequence,
     _GatherUnit: gather_unit,

@@ -129,7 +129,7 @@ def test_the_parts_of_a_step_add_up_to_it_and_hide_nothing() -> None:
     step, state = training.ours(work, backend)
     step()
 
-    def slow_step() -> float:
+    def slow_step() -> Tensor:
         time.sleep(slept_s)
         return step()
 

@@ -1,4 +1,7 @@
-"""Speed of nxtrain's collectives between processes of this machine by size, next to a copy in memory, in rounds."""
+"""Speed of nxtrain's collectives between ranks of this machine by size, next to a copy in memory, in rounds.
+
+Ranks are processes on CPUs, or on a device each. Of a device the clock is its own.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,9 @@ from nxtrain.backends.base import Backend, BackendSettings
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.mesh import Axis, Mesh
 from nxtrain.tools.bench import harness
-from nxtrain.tools.bench.clocks import Clocks
+from nxtrain.tools.bench.clocks import Clocks, clocks_of
 from nxtrain.tools.bench.harness import PATIENCE_S, median_ratio, start_ranks, take_turns, turn_at_once
+from nxtrain.tools.bench.train import CLOCKS, ON_HOST, check_backend
 
 KIB, GIB = 1 << 10, 1 << 30
 
@@ -37,9 +41,12 @@ class CollectivesJob:
 
     ranks: int
     sizes_kib: Sequence[int]  # KiB of the whole bfloat16 tensor that is reduced, gathered, cut or sent
+    backend: str = "cpu"
 
     def repeats(self, kib: int) -> int:
-        """Repetitions of a size in one turn."""
+        """Repetitions of a size in one turn; on a device they are queued, and the read at their end is shared."""
+        if self.backend not in ON_HOST:
+            return MOST_REPEATS
         return max(LEAST_REPEATS, min(MOST_REPEATS, TURN_BYTES // (kib * KIB)))
 
 
@@ -52,10 +59,11 @@ def bench_collectives(*, job: CollectivesJob, rounds: int, as_json: bool) -> Non
     if bad or not job.sizes_kib:
         reason = f"{', '.join(map(str, bad)) or 'no size'}: sizes are KiB that {job.ranks} ranks can share"
         raise ConfigError([Problem("--sizes-kib", reason, hint="use 4,64,1024,16384")])
+    devices = check_backend(job.backend, eager=True)
     with ExitStack() as stack:
         workers = start_ranks(stack, "collectives", "rank", asdict(job), job.ranks)
         measured = take_turns({"collectives": lambda: turn_at_once(workers)}, rounds)["collectives"]
-    result = {"machine": harness.machine(), **asdict(job), "rounds": rounds, **summarize(measured)}
+    result = {"machine": harness.machine(), "devices": devices, **asdict(job), "rounds": rounds, **summarize(measured)}
     harness.present(result, lambda: [_table(result)], as_json=as_json)
 
 
@@ -63,28 +71,38 @@ def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, An
     """Turn of a rank in a worker process: mean seconds of each operation, by size and clock."""
     work = CollectivesJob(**job)
     torch.set_num_threads(1)
-    backend = open_backend("cpu", BackendSettings(hang_timeout_s=PATIENCE_S))
+    backend = open_backend(work.backend, BackendSettings(hang_timeout_s=PATIENCE_S))
+    clocks = clocks_of(backend)
     mesh = Mesh.build(work.ranks, backend.rank, pp=work.ranks)
     backend.lay_out(mesh)
 
     def turn() -> dict[str, Any]:
         means: dict[str, Any] = {}
         for op in OPERATIONS:
-            means[op] = {str(kib): _mean_s(op, kib, work.repeats(kib), backend, mesh.pp) for kib in work.sizes_kib}
+            means[op] = {}
+            for kib in work.sizes_kib:
+                # Rows, so that they can be cut between the ranks; an operation may overwrite its input, which stays
+                # finite.
+                size = work.ranks, kib * KIB // (2 * work.ranks)
+                whole = torch.zeros(size, dtype=torch.bfloat16, device=backend.device)
+                act = _operation(op, whole, backend, mesh.pp)
+                means[op][str(kib)] = _mean_s(act, whole, work.repeats(kib), backend, clocks)
         return means
 
     return {"": turn}
 
 
-def _mean_s(op: str, kib: int, repeats: int, backend: Backend, axis: Axis) -> dict[str, float]:
-    # Rows, so that they can be cut between the ranks; an operation may overwrite its input, which stays finite.
-    whole = torch.zeros(axis.size, kib * KIB // (2 * axis.size), dtype=torch.bfloat16)
-    act = _operation(op, whole, backend, axis)
+def _mean_s(
+    act: Callable[[], object], whole: Tensor, repeats: int, backend: Backend, clocks: Clocks
+) -> dict[str, float]:
+    """Mean seconds of an operation by clock, after one that warms up."""
     act()
+    clocks.read(whole[0, 0])
     backend.collectives.barrier()
-    with Clocks(backend.device).measure() as seconds:
+    with clocks.measure() as seconds:
         for _ in range(repeats):
             act()
+        clocks.read(whole[0, 0])
     return {clock: elapsed / repeats for clock, elapsed in seconds.items()}
 
 
@@ -110,34 +128,41 @@ def _operation(op: str, whole: Tensor, backend: Backend, axis: Axis) -> Callable
 
 
 def summarize(turns: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Medians over rounds of the slowest rank's wall time and of the CPU time of all ranks, by operation and KiB."""
+    """Medians over rounds of the slowest rank's time and of the CPU time of all ranks, by operation and KiB.
+
+    The time is that of the device's clock, or else wall time.
+    """
     rows = []
+    clock = "wall"
     for op, sizes in turns[0][0].items():
-        for kib in sizes:
-            wall, cpu = [], []
+        for kib, by_clock in sizes.items():
+            clock = "device" if "device" in by_clock else "wall"
+            slowest, cpu = [], []
             for ranks in turns:
-                wall.append(max(rank[op][kib]["wall"] for rank in ranks))
+                slowest.append(max(rank[op][kib][clock] for rank in ranks))
                 cpu.append(sum(rank[op][kib]["cpu"] for rank in ranks))
-            speeds = [int(kib) * KIB / GIB / seconds for seconds in wall]
-            times = {"wall_s": median(wall), "cpu_s": median(cpu)}
+            speeds = [int(kib) * KIB / GIB / seconds for seconds in slowest]
+            times = {f"{clock}_s": median(slowest), "cpu_s": median(cpu)}
             rows.append(harness.row(f"{op}/{kib}", "GiB/s", speeds, op=op, kib=int(kib), **times))
     least = min(row["kib"] for row in rows)
     floor = {row["kib"]: row["rounds"] for row in rows if row["op"] == "copy"}
     return {
+        "clock": clock,
         "rows": rows,
         "ratios": {row["name"]: median_ratio(row["rounds"], floor[row["kib"]]) for row in rows if row["op"] != "copy"},
-        "latency_s": {row["op"]: row["wall_s"] for row in rows if row["kib"] == least},
+        "latency_s": {row["op"]: row[f"{clock}_s"] for row in rows if row["kib"] == least},
     }
 
 
 def _table(result: Mapping[str, Any]) -> Table:
     rows = []
+    clock = result["clock"]
     for row in result["rows"]:
         share = f"{result['ratios'][row['name']]:.1%}" if row["name"] in result["ratios"] else ""
-        times = (f"{1e3 * row['wall_s']:.3f}", f"{1e3 * row['cpu_s']:.3f}")
+        times = (f"{1e3 * row[f'{clock}_s']:.3f}", f"{1e3 * row['cpu_s']:.3f}")
         rows.append((row["op"], str(row["kib"]), f"{row['value']:.2f}", share, *times))
     caption = (
-        "GiB/s of the whole tensor by the slowest rank's wall time; ms of the least size are the latency; "
+        f"GiB/s of the whole tensor by the slowest rank, by {CLOCKS[clock]}; ms of the least size are the latency; "
         f"medians over {result['rounds']} rounds"
     )
     heads = ("", "KiB", "GiB/s", "of a copy", "ms", "CPU ms, all ranks")

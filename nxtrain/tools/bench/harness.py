@@ -26,7 +26,9 @@ from rich.table import Table
 from nxtrain.common.errors import BackendError, ConfigError, Problem
 from nxtrain.common.process.document import write_document
 from nxtrain.common.process.progress import Progress
+from nxtrain.config.schema import ON_GPUS
 from nxtrain.launch.environment import QUIET_PROFILER
+from nxtrain.launch.gpu import QUIET_TRANSFERS
 from nxtrain.launch.threads import num_cores
 
 Turn = TypeVar("Turn")
@@ -103,7 +105,7 @@ def start_ranks(
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     # More threads than one would make a rank faster while others wait, and ranks unequal.
-    common = {**environment(1), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {**environment(1, job.get("backend", "cpu")), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     common |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     workers = []
     for _ in range(copies):
@@ -136,13 +138,16 @@ def take_turns(
 
 
 def environment(threads: int, backend: str = "cpu") -> dict[str, str]:
-    """Environment of a worker with a number of threads; on a CPU, libraries print nothing about other devices.
+    """Environment of a worker with a number of threads, in which libraries print nothing of their own.
 
-    Torch's profiler would print that it finds no GPU. torch-xla, which transformers imports, would print its choice.
+    On a CPU, torch's profiler would print that it finds no GPU. torch-xla, which transformers imports, would print its
+    choice. On GPUs, torch would warn of transfers of a pipeline.
     """
     quiet = {}
     if backend == "cpu":
         quiet = {QUIET_PROFILER.name: QUIET_PROFILER.value, "PJRT_DEVICE": "CPU"}
+    if backend == ON_GPUS:
+        quiet = {QUIET_TRANSFERS.name: QUIET_TRANSFERS.value}
     return {**quiet, **os.environ, "OMP_NUM_THREADS": str(threads)}
 
 
@@ -183,6 +188,8 @@ def present(
         cpu = result["machine"]
         instructions = ", ".join(cpu["instructions"]) or "unknown instruction sets"
         console.print(f"{cpu['cpu']}, {cpu['cores']} cores, {instructions}, load {cpu['load'][0]:.1f}", markup=False)
+    if result.get("devices"):
+        console.print(result["devices"], markup=False)
     for part in shown():
         console.print(part, markup=not isinstance(part, str))
 

@@ -1,14 +1,13 @@
 """Cost of an update under each rule, next to torch's optimizer on float32 parameters, in turns in one process.
 
-The measure is the CPU time of this process, the steadiest figure on a shared machine. Results are medians over
-rounds. Ratios are medians of the ratios inside each round.
+The measure is the device's clock, or on CPUs the CPU time of this process, the steadiest figure on a shared machine.
+Results are medians over rounds. Ratios are medians of the ratios inside each round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from statistics import median
 from typing import Any, Literal
@@ -29,12 +28,16 @@ from nxtrain.optim.muon import Muon
 from nxtrain.parallel.precision import DTYPES, Precision, Update
 from nxtrain.parallel.whole_matrices import WholeMatrices
 from nxtrain.tools.bench import harness
-from nxtrain.tools.bench.train import SHAPE
+from nxtrain.tools.bench.clocks import Clocks, clocks_of
+from nxtrain.tools.bench.train import CLOCKS, SHAPE, check_backend
 from nxtrain.train.build import build_meta
 
 PEER = "torch.optim.AdamW(fused=True)"
 MUON_PEER = "torch.optim.Muon, AdamW(fused=True)"
 WARMUP_ROUNDS = 2
+QUEUED = 10
+"""Updates of one measurement on a device with a queue: the host's start and read are a small share of the time."""
+
 BETAS = (0.9, 0.95)
 EPS = 1e-8
 WEIGHT_DECAY = 0.1
@@ -71,16 +74,27 @@ CASES = (
 MUON_CASES = (*CASES, Case("fp32", "fp32", "fp32", "bf16"))
 
 
-def bench_optim(
-    *, name: Literal["adamw", "muon"] = "adamw", layers: int, rounds: int, threads: int, as_json: bool
+def bench_optim(  # 6 arguments: one for each option
+    *,
+    name: Literal["adamw", "muon"] = "adamw",
+    layers: int,
+    rounds: int,
+    threads: int,
+    as_json: bool,
+    device: str = "cpu",
 ) -> None:
-    """Measure the cost of an update under each rule on some blocks of a model, and print the results."""
+    """Measure the cost of an update under each rule on some blocks of a model, and print the results.
+
+    Args:
+        device: Name of the backend.
+    """
+    devices = check_backend(device, eager=True)
     if threads:
         torch.set_num_threads(threads)
-    backend = open_backend("cpu")
+    backend = open_backend(device)
     layout = layout_of(backend, layers)
     num_params = layout.table.num_params()
-    grads = {name: torch.randn(spec.shape) * 1e-3 for name, spec in layout.table.items()}
+    grads = {name: backend.put(torch.randn(spec.shape) * 1e-3) for name, spec in layout.table.items()}
     optim = ADAMW.model_copy(update={"name": name})
     peer, cases = (PEER, CASES) if name == "adamw" else (MUON_PEER, MUON_CASES)
     updates: dict[str, Callable[[], object]] = {}
@@ -92,11 +106,36 @@ def bench_optim(
     for case in cases:
         updates[case.name], held = _ours(case, layout, backend, grads, optim)
         bytes_per_param[case.name] = held / num_params
-    sides = {name: partial(harness.cpu_s, update) for name, update in updates.items()}
+    clocks = clocks_of(backend)
+    sides = {side: timed(update, clocks, backend) for side, update in updates.items()}
     seconds = harness.take_turns(sides, rounds, warm_up=WARMUP_ROUNDS)
-    result: dict[str, Any] = {"num_params": num_params, "threads": torch.get_num_threads(), "rounds": rounds}
-    result["rules"] = summarize(seconds, num_params, bytes_per_param, peer)
+    result: dict[str, Any] = {
+        "num_params": num_params,
+        "threads": torch.get_num_threads(),
+        "rounds": rounds,
+        "backend": device,
+        "devices": devices,
+        "clock": "device" if clocks.has_events else "cpu",
+        "rules": summarize(seconds, num_params, bytes_per_param, peer),
+    }
     harness.present(result, lambda: [_table(result, peer)], as_json=as_json, of_machine=False)
+    backend.close()
+
+
+def timed(update: Callable[[], object], clocks: Clocks, backend: Backend) -> Callable[[], float]:
+    """Function that measures the seconds of an update by the device's clock, or CPU seconds of this process."""
+    if not clocks.has_events:
+        return lambda: harness.cpu_s(update)
+    (one,) = backend.scalars(1.0)
+
+    def turn() -> float:
+        with clocks.measure() as seconds:
+            for _ in range(QUEUED):
+                update()
+            clocks.read(one)
+        return seconds["device"] / QUEUED
+
+    return turn
 
 
 def hidden_names(layout: Layout) -> list[str]:
@@ -131,7 +170,7 @@ def _ours(
 ) -> tuple[Callable[[], None], int]:
     """Function that runs an update, and the bytes of its parameters and optimizer state."""
     params, state = DTYPES[case.params], DTYPES[case.state]
-    shards = {name: torch.randn(spec.shape).to(params) for name, spec in layout.table.items()}
+    shards = {name: backend.put(torch.randn(spec.shape).to(params)) for name, spec in layout.table.items()}
     precision = Precision(params, torch.float32, torch.float32, case.update, state)
     where = shards, layout, backend.kernels, backend.put
     optimizer = AdamW(*where, precision=precision, seed=0, optim=optim)
@@ -150,7 +189,7 @@ def _torchs(grads: Mapping[str, Tensor], hidden: Collection[str] = ()) -> Callab
     """Update by torch's AdamW, and of the hidden matrices by its Muon."""
     matrices, others = [], []
     for name, grad in grads.items():
-        parameter = torch.nn.Parameter(torch.randn(grad.shape))
+        parameter = torch.nn.Parameter(torch.randn(grad.shape).to(grad.device))
         parameter.grad = grad
         if name in hidden:
             matrices.append(parameter)
@@ -174,5 +213,8 @@ def _table(result: Mapping[str, Any], peer: str) -> Table:
         figures = (f"{rule['ns_per_param']:.2f}", f"{rule['ratio']:.2f}", f"{rule['bytes_per_param']:.0f}")
         rows.append((name, *figures))
     heads = ("rule", "ns per parameter", f"x {peer.partition('(')[0]}", "bytes per parameter")
-    caption = f"processor time of {result['threads']} threads, medians over {result['rounds']} rounds"
+    clock = CLOCKS[result["clock"]]
+    if result["clock"] == "cpu":
+        clock += f" of {result['threads']} threads"
+    caption = f"{clock}, medians over {result['rounds']} rounds"
     return harness.table(f"one update of {result['num_params']:,} parameters", heads, rows, caption)

@@ -7,7 +7,8 @@ the machine can only make a step longer.
 
 Rounds of ZB-H1 and of 1F1B alternate.
 
-Stages sleep: a machine with fewer cores than stages can sleep in all of them at once, but not compute.
+Stages sleep: a machine with fewer cores than stages can sleep in all of them at once, but not compute. On a device each
+stage multiplies matrices for as long, and begin and end are events of the device.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from nxtrain.parallel.simulate import Span
 from nxtrain.plan.pipeline import PipelineCosts, PipelineFigures, figures
 from nxtrain.plan.timeline import timeline
 from nxtrain.tools.bench.harness import start_ranks, table, take_turns, turn_at_once
-from nxtrain.tools.bench.train import SHAPE
+from nxtrain.tools.bench.train import SHAPE, check_backend
 
 MIB = 1 << 20
 
@@ -46,6 +47,7 @@ class StageWork:
     micro: int  # micro-batches of a step
     forward_s: float  # sleep of a forward; a backward takes `BACKWARD` times as long, each of its parts half of that
     seq_len: int  # tokens of a micro-batch, whose hidden states stages send
+    backend: str = "cpu"
 
     @property
     def boundary_bytes(self) -> int:
@@ -105,15 +107,19 @@ def bench_pipeline(*, work: StageWork, rounds: int, dry_run: bool, as_json: bool
     if work.schedule != "1f1b":
         works.append(replace(work, schedule="1f1b"))
     turns: list[list[PipelineTurn]] = [[] for _ in works]
+    devices = ""
     if not dry_run:
+        devices = check_backend(work.backend, eager=True)
         turns = measure(works, rounds)
     result, *others = (summarize(one, of_one) for one, of_one in zip(works, turns, strict=True))
     if as_json:
-        document = {**asdict(work), "rounds": rounds, **result}
+        document = {**asdict(work), "devices": devices, "rounds": rounds, **result}
         if others:
             document["1f1b"] = others[0]
         write_document(document)
     else:
+        if devices:
+            print(devices)
         _show(work, turns[0], result, others)
 
 

@@ -1,4 +1,4 @@
-"""Rank of `nxtrain bench pipeline`: the executor that training uses, on chunks that sleep."""
+"""Rank of `nxtrain bench pipeline`: the executor that training uses, on chunks that sleep, or keep a device busy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,17 @@ from nxtrain.parallel.linear import Postpone, SplitBackward
 from nxtrain.parallel.pipeline import Pipeline
 from nxtrain.parallel.schedule import Action
 from nxtrain.parallel.weight_grads import WeightGradients
+from nxtrain.tools.bench.clocks import Clocks, Moments, clocks_of
 from nxtrain.tools.bench.pipeline import BACKWARD, StageWork
 from nxtrain.tools.bench.train import SHAPE
 
 PATIENCE_S = 60.0
+
+Occupy: TypeAlias = Callable[[float], None]
+"""Function that takes so many seconds: it sleeps, or queues work of a device."""
+
+WIDTH, MEASURED = 4096, 20
+"""Rows and columns of the matrices that occupy a device, and products by which their time is measured."""
 
 
 def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
@@ -33,22 +40,27 @@ def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, An
     """
     work = StageWork(**job)
     torch.set_num_threads(1)
-    backend = open_backend("cpu", BackendSettings(hang_timeout_s=PATIENCE_S))
+    backend = open_backend(work.backend, BackendSettings(hang_timeout_s=PATIENCE_S))
+    clocks = clocks_of(backend)
+    moments = Moments(clocks)
+    occupy: Occupy = time.sleep
+    if clocks.has_events:
+        occupy = _BusyProducts(clocks)
     mesh = Mesh.build(work.pp, backend.rank, pp=work.pp)
     backend.lay_out(mesh)
-    blank = torch.zeros(work.seq_len, 1, SHAPE["hidden_size"])
+    blank = torch.zeros(work.seq_len, 1, SHAPE["hidden_size"], device=backend.device)
     last = work.pp * work.virtual_pp - 1
     stages = range(mesh.pp.rank, last + 1, work.pp)
     parts = [StagePart(range(stage, stage + 1), first=stage == 0, last=stage == last) for stage in stages]
-    chunks = {str(stage): _Sleeper(work.forward_s) for stage in stages}
-    actions: list[tuple[str, int, int, float, float]] = []
+    chunks = {str(stage): _BusyChunk(work.forward_s, occupy).to(backend.device) for stage in stages}
+    actions: list[tuple[Action, int, int]] = []
     sent_bytes = 0
 
     @contextmanager
     def watch(action: Action) -> Iterator[None]:
-        begin = time.monotonic()
+        begin = moments.mark()
         yield
-        actions.append((action.kind, action.chunk, action.micro, begin, time.monotonic()))
+        actions.append((action, begin, moments.mark()))
 
     class Counted:
         """Collectives that count the bytes sent."""
@@ -66,7 +78,7 @@ def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, An
     later = WeightGradients(model) if work.schedule == "zero_bubble" else None
     pipeline = Pipeline(cast(CausalLM, model), parts, mesh, comm, backend.step_boundary, [blank], later)
     pipeline.watch = watch
-    tokens = torch.zeros(1, work.seq_len, dtype=torch.int64)
+    tokens = backend.put(torch.zeros(1, work.seq_len, dtype=torch.int64))
     batch = [(tokens, tokens)] * work.micro
 
     def turn() -> dict[str, Any]:
@@ -74,8 +86,13 @@ def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, An
         backend.collectives.barrier()
         actions.clear()
         sent_bytes = 0
+        moments.begin()
         pipeline.train(batch, lambda last: None, lambda loss, targets: loss)
-        return {"actions": actions, "sent_bytes": sent_bytes}
+        times_s = moments.times_s()
+        spans = []
+        for action, begin, end in actions:
+            spans.append((action.kind, action.chunk, action.micro, times_s[begin], times_s[end]))
+        return {"actions": spans, "sent_bytes": sent_bytes}
 
     return {"": turn}
 
@@ -99,36 +116,56 @@ class _Chunks(nn.Module):
         return (out,)
 
 
-class _Sleeper(SplitBackward):
-    """Chunk that sleeps and uses no core; each part of a split backward takes half of the time."""
+class _BusyProducts:
+    """Products of matrices that occupy a device for some seconds, at the speed that a first measurement found."""
 
-    def __init__(self, forward_s: float) -> None:
+    def __init__(self, clocks: Clocks) -> None:
+        self._matrix = torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16, device=clocks.device)
+        self._out = torch.empty_like(self._matrix)
+        for _ in range(2):  # the first warms up
+            with clocks.measure() as seconds:
+                self._queue(MEASURED)
+                clocks.read(self._out[0, 0])
+        self._each_s = seconds["device"] / MEASURED
+
+    def __call__(self, seconds: float) -> None:
+        self._queue(max(1, round(seconds / self._each_s)))
+
+    def _queue(self, number: int) -> None:
+        for _ in range(number):
+            torch.mm(self._matrix, self._matrix, out=self._out)
+
+
+class _BusyChunk(SplitBackward):
+    """Chunk that takes its time and changes nothing; each part of a split backward takes half of the time."""
+
+    def __init__(self, forward_s: float, occupy: Occupy) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))
-        self._forward_s = forward_s
+        self._forward_s, self._occupy = forward_s, occupy
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Sleep.apply(x, self._forward_s, self.postpone)
+        out: Tensor = _Occupied.apply(x, self._forward_s, self.postpone, self._occupy)
         return out
 
 
-class _Sleep(torch.autograd.Function):
+class _Occupied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float, postpone: Postpone | None) -> Tensor:
-        ctx.seconds, ctx.postpone = seconds, postpone
-        time.sleep(seconds)
+    def forward(ctx: Any, x: Tensor, seconds: float, postpone: Postpone | None, occupy: Occupy) -> Tensor:
+        ctx.seconds, ctx.postpone, ctx.occupy = seconds, postpone, occupy
+        occupy(seconds)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         seconds = BACKWARD * ctx.seconds
         if ctx.postpone is not None:
             seconds /= 2
-            ctx.postpone(partial(_sleep, seconds))
-        time.sleep(seconds)
-        return grad.clone(), None, None
+            ctx.postpone(partial(_weight_part, seconds, ctx.occupy, grad.device))
+        ctx.occupy(seconds)
+        return grad.clone(), None, None, None
 
 
-def _sleep(seconds: float) -> Tensor:
-    time.sleep(seconds)
-    return torch.zeros(())
+def _weight_part(seconds: float, occupy: Occupy, device: torch.device) -> Tensor:
+    occupy(seconds)
+    return torch.zeros((), device=device)

@@ -66,7 +66,8 @@ def turns(layout: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[st
 
     from nxtrain.backends import open_backend
     from nxtrain.backends.base import BackendSettings
-    from nxtrain.tools.bench.training import clocks_of, ours, parts, timed
+    from nxtrain.tools.bench.clocks import clocks_of
+    from nxtrain.tools.bench.training import ours, parts, timed
 
     work = Workload(**job)
     torch.set_num_threads(work.threads)

@@ -99,10 +99,11 @@ def bench_train(*, work: Workload, candidates: Sequence[str], rounds: int, chart
     check_chart(chart)
     has_experts = find_family(work.family).dimensions(work.model).mixture is not None
     names, left_out = choose_candidates(candidates, work.backend, work.family, has_experts=has_experts)
-    check_backend(work.backend)
+    devices = check_backend(work.backend)
     measured, parts = measure(work, names, rounds)
     result = {
         "machine": harness.machine(),
+        "devices": devices,
         **asdict(work),
         "rounds": rounds,
         "left_out": left_out,
@@ -142,13 +143,23 @@ def choose_candidates(
     return [name for name in wanted or CANDIDATES if name not in left_out], left_out
 
 
-def check_backend(backend: str) -> None:
-    """Refuse a backend that does not exist or cannot run on this machine, by a BackendError."""
+def check_backend(backend: str, *, eager: bool = False) -> str:
+    """Refuse a backend that does not exist or cannot run on this machine, by a BackendError.
+
+    Args:
+        eager: The backend must compute operations one by one.
+
+    Returns:
+        Number and name of the devices; empty for a CPU.
+    """
     from nxtrain.backends import support
 
     supported = support(backend)
     if not supported.ok:
         raise BackendError(f"--backend {backend} cannot run here: {supported.reason}")
+    if eager and backend in ON_XLA:
+        raise BackendError(f"--backend {backend} records graphs, of which single operations have no time; use another")
+    return "" if backend in ON_HOST else supported.reason
 
 
 def workload(  # 8 arguments: one for each option
@@ -200,7 +211,8 @@ def measure(
 
 def _step_s(turns: Sequence[Mapping[str, Any]]) -> float:
     """Median seconds of a step."""
-    return median(turn["step_s"] for turn in turns)
+    times_s: list[float] = [turn["step_s"] for turn in turns]
+    return median(times_s)
 
 
 def summarize(measured: Mapping[str, Sequence[Mapping[str, Any]]], work: Workload) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from nxtrain.common.family import find_family
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
 from nxtrain.tools.bench.breakdown import EXCHANGE, UPDATE, WAIT, break_down
-from nxtrain.tools.bench.clocks import Clocks
+from nxtrain.tools.bench.clocks import Clocks, clocks_of
 from nxtrain.tools.bench.train import BREAKDOWN, COMPILED, ON_HOST, OURS, PEAK, PEER, PEER_COMPILED, TITAN, Workload
 from nxtrain.train.build import build_model, build_state, mesh_of
 from nxtrain.train.device_batch import DeviceBatch
@@ -80,16 +80,6 @@ def turns(name: str, job: Mapping[str, Any]) -> dict[str, Turn]:
         fused = name in (PEER, PEER_COMPILED) and clocks.device.type != "xla"
         step = transformers_step(work, clocks, fused=fused, compiled=name == PEER_COMPILED)
     return {"": timed(step, work.steps, clocks, opened, params=work.precision)}
-
-
-def clocks_of(backend: Backend) -> Clocks:
-    """Clocks of a backend's device."""
-
-    def read(x: Tensor) -> float:
-        backend.step_boundary()
-        return backend.fetch({"x": x})["x"]
-
-    return Clocks(backend.device, read)
 
 
 def dtype_of(work: Workload) -> torch.dtype:
@@ -237,7 +227,8 @@ def timed(
             loss = clocks.read(last)
         if not math.isfinite(loss):
             raise BackendError(f"the loss is {loss}, so these steps are no training; see --precision")
-        measured = {**seconds, "step_s": seconds["wall"] / number, "first_step_s": first_s[0], "loss": loss}
+        step_s = seconds["wall"] / number
+        measured: dict[str, Any] = {**seconds, "step_s": step_s, "first_step_s": first_s[0], "loss": loss}
         measured["device"] = clocks.device.type
         if backend is None:
             return {**measured, "maker_flops": None, "notes": ()}

@@ -109,7 +109,7 @@ def test_other_families_are_measured_by_those_that_have_them(monkeypatch: pytest
     assert (work.family, work.model.num_hidden_layers) == ("mixtral", 2)
 
 
-class Workers:
+class Sides:
     """Workers of candidates that take turns in no time, and the most that live at once."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class Workers:
 def test_the_memory_of_a_device_holds_one_candidate_at_a_time(
     monkeypatch: pytest.MonkeyPatch, backend: str, most: int
 ) -> None:
-    workers = Workers()
+    workers = Sides()
     monkeypatch.setattr(train, "BenchWorker", workers.start)
     measured, parts = measure(replace(WORK, backend=backend), [OURS, PEER], rounds=2)
     assert (workers.most, workers.alive) == (most, set())
@@ -153,6 +153,9 @@ def test_an_unknown_candidate_and_an_absent_device_are_refused() -> None:
         check_backend("tpu")
     with pytest.raises(BackendError, match="--backend neuron cannot run here: "):
         check_backend("neuron")
+    with pytest.raises(BackendError, match="--backend xla records graphs"):
+        check_backend("xla", eager=True)
+    assert check_backend("cpu", eager=True) == ""
 
 
 def test_the_machine_is_read_from_cpuinfo(tmp_path: Path) -> None:
