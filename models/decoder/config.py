@@ -109,7 +109,9 @@ class DecoderConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _consistent(self) -> DecoderConfig:
-        heads, kv_heads, hidden = self.num_attention_heads, self.num_kv_heads, self.hidden_size
+        heads = self.num_attention_heads
+        kv_heads = self.num_kv_heads
+        hidden = self.hidden_size
         reasons = []
         if heads % kv_heads:
             works = listed(divisors(heads))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import cast
 
 import torch
@@ -87,7 +88,8 @@ class DecoderBody(nn.Module):
         if any(part.first for part in parts):
             self.embed_tokens = context.layers.embedding(config.vocab_size, config.hidden_size, init)
         # Blocks are named by their index in the whole model, for any parts.
-        self.layers = nn.ModuleDict({str(i): _block(config, context, i) for part in parts for i in part.blocks})
+        blocks = chain.from_iterable(part.blocks for part in parts)
+        self.layers = nn.ModuleDict({str(i): _block(config, context, i) for i in blocks})
         if any(part.last for part in parts):
             self.norm = _norm(config, context)
         positions = None

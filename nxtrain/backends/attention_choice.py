@@ -306,7 +306,8 @@ def without_flash(shape: AttentionShape, why: str) -> AttentionChoice:
         why: Reason against FlashAttention.
     """
     limits = "; ".join([*shape.limits, why])
-    if obstacles := _flex_obstacles(shape):
+    obstacles = _flex_obstacles(shape)
+    if obstacles:
         return AttentionChoice("blocked", f"{limits}; {'; '.join(obstacles)}. {shape.blocks_cost(ON_GPUS)}")
     return AttentionChoice("flex", f"{limits}: {_BY_FLEX}")
 

@@ -86,11 +86,13 @@ class Binding:
 
 def fetched_names(values: Mapping[str, Tensor]) -> list[str]:
     """Names of the numbers that `Backend.fetch` reads from some tensors, in order."""
-    return [
-        name if value.dim() == 0 else f"{name}_{entry}"
-        for name, value in values.items()
-        for entry in range(value.numel())
-    ]
+    names: list[str] = []
+    for name, value in values.items():
+        if value.dim() == 0:
+            names.append(name)
+        else:
+            names += [f"{name}_{entry}" for entry in range(value.numel())]
+    return names
 
 
 @dataclass(frozen=True)

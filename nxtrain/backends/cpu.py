@@ -102,8 +102,8 @@ class CpuBackend(C10dBackend):
         return x
 
     def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
-        read = (number for value in values.values() for number in value.detach().float().reshape(-1).tolist())
-        return dict(zip(fetched_names(values), read, strict=True))
+        flat = [value.detach().float().reshape(-1) for value in values.values()]
+        return dict(zip(fetched_names(values), torch.cat(flat).tolist(), strict=True))
 
     def scalars(self, *values: float) -> tuple[Tensor, ...]:
         return torch.tensor(values, dtype=torch.float32).unbind()

@@ -48,8 +48,12 @@ def wide_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        num_kv_heads, scale, dtype = k.shape[2], 1.0 / math.sqrt(q.shape[3]), _product_type(q)
-        queries, keys32, values = group_heads(q, num_kv_heads), flatten_heads(k).float(), flatten_heads(v)
+        num_kv_heads = k.shape[2]
+        scale = 1.0 / math.sqrt(q.shape[3])
+        dtype = _product_type(q)
+        queries = group_heads(q, num_kv_heads)
+        keys32 = flatten_heads(k).float()
+        values = flatten_heads(v)
         out = torch.empty(q.shape, dtype=q.dtype)
         kept = []
         for rows, start, end in _blocks(queries):
@@ -66,8 +70,12 @@ class _BlockedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, out, *kept = ctx.saved_tensors
-        num_kv_heads, scale, dtype = k.shape[2], 1.0 / math.sqrt(q.shape[3]), _product_type(q)
-        queries, keys, values32 = group_heads(q, num_kv_heads), flatten_heads(k), flatten_heads(v).float()
+        num_kv_heads = k.shape[2]
+        scale = 1.0 / math.sqrt(q.shape[3])
+        dtype = _product_type(q)
+        queries = group_heads(q, num_kv_heads)
+        keys = flatten_heads(k)
+        values32 = flatten_heads(v).float()
         grads = group_heads(grad, num_kv_heads)
         inner = group_heads((grad.float() * out).sum(dim=-1, keepdim=True), num_kv_heads)
         q_grad = torch.empty(q.shape, dtype=q.dtype)

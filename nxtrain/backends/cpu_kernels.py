@@ -81,7 +81,8 @@ class CpuKernels(FusedKernels):
             self._update(entry, how)
 
     def _update(self, entry: Sequence[Tensor], how: AdamStep) -> None:
-        if not (left_over := entry[0].numel() % VECTOR_ENTRIES):
+        left_over = entry[0].numel() % VECTOR_ENTRIES
+        if not left_over:
             param, grad, exp_avg, exp_avg_sq = entry
             super().adamw([param], [grad], [exp_avg], [exp_avg_sq], how)
             return

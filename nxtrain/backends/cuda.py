@@ -318,7 +318,9 @@ class CudaBackend(AcceleratorBackend):
 
     def choose_attention(self, wanted: str, shape: AttentionShape) -> None:
         self._pins.close()
-        self.kernels.ranges, self.kernels.flex, self.kernels.causal = None, None, "fused"
+        self.kernels.ranges = None
+        self.kernels.flex = None
+        self.kernels.causal = "fused"
         choose = partial(self._choose, wanted)
         self.attention = choose_mixed(choose, shape) if shape.is_mixed else choose(shape)
 
@@ -355,7 +357,8 @@ class CudaBackend(AcceleratorBackend):
     ) -> AttentionChoice:
         """FlexAttention if it computes on this device; else blocks, for these reasons as well."""
         attend = flex_attention.compiled()
-        if why := flex_attention.failure(attend, self.device, DTYPES[shape.params], shape.head_size):
+        why = flex_attention.failure(attend, self.device, DTYPES[shape.params], shape.head_size)
+        if why:
             if wanted == "flex":
                 raise BackendError(f"backend.attention=flex: FlexAttention fails here: {why}; use auto")
             reason = f"{'; '.join(reasons)}; FlexAttention fails here: {why}. {shape.blocks_cost(self.name)}"

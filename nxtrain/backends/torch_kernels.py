@@ -326,7 +326,9 @@ def masked_cross_entropy(
 
     Such a device gathers and scatters by int64 hundreds of times slower than by other operations.
     """
-    dtype, comm, axis = logits.dtype, columns.comm, columns.axis
+    dtype = logits.dtype
+    comm = columns.comm
+    axis = columns.axis
     scores = logits.float() if columns.padding is None else logits.float() + columns.padding
     counted, here, column = columns.place(targets)
     numbers = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device)
@@ -347,7 +349,9 @@ def cross_entropy(
     logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor | None]:
     """`Kernels.cross_entropy` in elementary operations."""
-    dtype, comm, axis = logits.dtype, columns.comm, columns.axis
+    dtype = logits.dtype
+    comm = columns.comm
+    axis = columns.axis
     scores = logits.float() if columns.padding is None else logits.float() + columns.padding
     counted, here, column = columns.place(targets)
 

@@ -71,12 +71,16 @@ def generate(
 
     request = GenerateRequest(tuple(prompt), max_new_tokens, seed, tuple(stop or ()))
     streams = placement.is_leader and not as_json and len(prompt) == 1
+
+    def name_source(model: Trained) -> None:
+        if placement.is_leader:
+            _name_source(checkpoint, model, is_named=as_json)
+
+    def show_piece(number: int, piece: str) -> None:
+        typer.echo(piece, nl=False)
+
     model, texts = continue_texts(
-        checkpoint,
-        request,
-        Sampling(temperature, top_k, top_p),
-        (lambda number, piece: typer.echo(piece, nl=False)) if streams else None,
-        lambda model: _name_source(checkpoint, model, is_named=as_json) if placement.is_leader else None,
+        checkpoint, request, Sampling(temperature, top_k, top_p), show_piece if streams else None, name_source
     )
     if not placement.is_leader:
         return

@@ -42,7 +42,9 @@ class BatchSizes:
         """
         if not stages:
             return BatchSizes(last)
-        ends, end, seen = [], step, tokens
+        ends = []
+        end = step
+        seen = tokens
         for limit, batch in stages:
             num_steps = max(0, -(-(limit - seen) // (batch * seq_len)))
             end, seen = end + num_steps, seen + num_steps * batch * seq_len

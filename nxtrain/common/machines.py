@@ -98,15 +98,21 @@ class GpuPeaks:
 
 def machine_of(name: str, cells: Mapping[str, Any]) -> Machine:
     """Machine of a table of `machines.toml`."""
+    values = _values(cells)
+    if "price_usd_h" in values:
+        values["price_note"] = PRICED
+    return Machine(name=name, **values)
+
+
+def _values(cells: Mapping[str, Any]) -> dict[str, Any]:
+    """Words and numbers of a table, the numbers in basic units."""
     values: dict[str, Any] = {}
     for key, cell in cells.items():
         if isinstance(cell, str):
             values[key] = cell
         else:
             values[key] = cell["value"] * UNITS.get(cell.get("unit"), 1)
-    if "price_usd_h" in values:
-        values["price_note"] = PRICED
-    return Machine(name=name, **values)
+    return values
 
 
 TABLE = Path(__file__).with_name("machines.toml")
@@ -121,10 +127,7 @@ INSTANCE_TYPES = {name: machine for name, machine in MACHINES.items() if "." in 
 ALIASES: dict[str, str] = _TABLES["aliases"]
 """Short names of machines."""
 
-GPUS = {
-    name: GpuPeaks(**{kind: cell["value"] * UNITS[cell["unit"]] for kind, cell in cells.items()})
-    for name, cells in _TABLES["gpus"].items()
-}
+GPUS = {name: GpuPeaks(**_values(cells)) for name, cells in _TABLES["gpus"].items()}
 """Peaks of GPUs by words of their names."""
 
 _OTHER_BOARDS = re.compile(r"\b(MIG|Laptop|Max-Q|Ti|SUPER|D)\b")

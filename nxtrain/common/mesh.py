@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, product
 
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.text import listed
@@ -260,7 +260,10 @@ class Mesh:
 
     def over(self, *names: str) -> Axis:
         """Axis that spans the named axes; `over("pp", "tp")` groups the ranks that differ only in pp and tp."""
-        tp, cp, shard, ep = self.tp_size, self.cp_size, self.shard_size, self.ep_size
+        tp = self.tp_size
+        cp = self.cp_size
+        shard = self.shard_size
+        ep = self.ep_size
         copies, expert_shard = self.dp_size * cp, max(1, shard // ep)
         # Size of each axis, and the distance between its neighbours in the order of the mesh.
         axes = {
@@ -277,19 +280,18 @@ class Mesh:
         }
         spanned = [axes[name] for name in names]
         members, index = [0], 0
-        own = self.rank
-        if self.order:
-            own = self.order.index(self.rank)
+        order = self.order or range(self.world)
+        own = order.index(self.rank)
         for size, stride in spanned:
-            members = [base + i * stride for base in members for i in range(size)]
+            members = [base + i * stride for base, i in product(members, range(size))]
             index = index * size + own // stride % size
-        firsts = [rank for rank in range(self.world) if not any(rank // stride % size for size, stride in spanned)]
-        groups = tuple(tuple(first + member for member in members) for first in firsts)
-        if self.order:
-            groups = tuple(tuple(self.order[position] for position in group) for group in groups)
+        groups = []
+        for first in range(self.world):
+            if not any(first // stride % size for size, stride in spanned):
+                groups.append(tuple(order[first + member] for member in members))
         unused = {name for name in ("cp", "ep") if axes[name][0] == 1 and len(names) > 1}
         name = "x".join(name for name in names if name not in unused)
-        return Axis(name, index, groups, "pp" in names and self.pp_size > 1)
+        return Axis(name, index, tuple(groups), "pp" in names and self.pp_size > 1)
 
 
 def _problems_of_copies(copies: int, cp: int, ep: int, shard: int) -> list[Problem]:

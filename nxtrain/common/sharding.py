@@ -250,7 +250,11 @@ class ShardSpec:
         rows, columns = self.shape
         for segment in self.segments:
             width, rest = divmod(segment.size * segment.replicas, axis.size)
-            adjacent = width * columns if self.dim == 0 else width if width < columns else rows * columns
+            adjacent = width
+            if self.dim == 0:
+                adjacent = width * columns
+            elif width >= columns:
+                adjacent = rows * columns
             if rest or adjacent % length:
                 return False
         return True

@@ -114,7 +114,11 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_
     elif world_size is not None:
         try:
             shard = max(1, parallel.shard_size)
-            tp, pp, dp, cp, ep = parallel.tp, parallel.pp, parallel.dp, parallel.cp, parallel.ep
+            tp = parallel.tp
+            pp = parallel.pp
+            dp = parallel.dp
+            cp = parallel.cp
+            ep = parallel.ep
             Mesh.build(world_size, 0, tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, shard=shard)
         except ConfigError as error:
             problems += error.problems
@@ -236,8 +240,10 @@ def _batch(config: RunConfig, world: int | None) -> Iterator[Problem]:
 
 def _sequence(config: RunConfig) -> Iterator[Problem]:
     """Problems of the division of sequences over cp, and over tp with sequence parallelism."""
-    parallel, train, backend = config.parallel, config.train, config.backend
-    parts, reasons, way_out = 1, [], []
+    parallel, train = config.parallel, config.train
+    backend = config.backend
+    parts = 1
+    reasons, way_out = [], []
     if parallel.cp > 1:
         parts = parallel.cp
         reasons.append(f"cp={parallel.cp}")
@@ -302,7 +308,8 @@ def _sharding(config: RunConfig) -> Iterator[Problem]:
 
 
 def _offload(config: RunConfig) -> Iterator[Problem]:
-    parallel, backend, key = config.parallel, config.backend.name, "parallel.offload"
+    parallel, backend = config.parallel, config.backend.name
+    key = "parallel.offload"
     if len(set(parallel.offload)) < len(parallel.offload):
         yield Problem(key, "names a kind twice", hint="name each once")
     if "params" in parallel.offload and parallel.shard not in FULLY_SHARDED:
@@ -427,7 +434,9 @@ def _mirror(config: RunConfig) -> Iterator[Problem]:
 
 def _in_job(config: RunConfig) -> Iterator[Problem]:
     """Problems of a run that replaces lost ranks alone."""
-    recovery, name, nodes = config.recovery, config.backend.name, config.cluster.nodes
+    recovery = config.recovery
+    name = config.backend.name
+    nodes = config.cluster.nodes
     if not recovery.in_job:
         return
     key, hint = "recovery.in_job", "use recovery.in_job=false, with which all ranks are started again"

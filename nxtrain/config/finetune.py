@@ -48,7 +48,9 @@ def finetune(config: RunConfig, *, has_weights: bool = True) -> Iterator[Problem
 
 def _preferences(config: RunConfig, *, has_weights: bool) -> Iterator[Problem]:
     """Problems of an objective on answers; arguments as for `finetune`."""
-    tuning, data, key = config.finetune, config.data, "finetune.objective"
+    tuning = config.finetune
+    data = config.data
+    key = "finetune.objective"
     name = tuning.objective
     if data.source != "arrow" or data.mixture:
         what, option = "compares the pairs", "--pairs"

@@ -10,7 +10,9 @@ from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, ParallelConfig, RunConf
 
 def stages(parallel: ParallelConfig, num_layers: int) -> Iterator[Problem]:
     """Problems of a division of the blocks into pipeline stages."""
-    pp, virtual_pp, cuts = parallel.pp, parallel.virtual_pp, parallel.pipeline_cuts
+    pp = parallel.pp
+    virtual_pp = parallel.virtual_pp
+    cuts = parallel.pipeline_cuts
     num_chunks = pp * virtual_pp
     if pp == 1 and virtual_pp > 1:
         reason = f"{virtual_pp} chunks take turns with those of other pipeline stages, but pp=1 has no other"

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, product
 from typing import Any, Protocol
 
 import numpy as np
@@ -146,7 +146,9 @@ class StreamLoader:
         self._end_id, self._doc_mask = end_id, doc_mask
         self._progress, self._skips = progress, skips
         # The lanes give this many rows at a time, which makes a step of any size.
-        self._sizes, self._lanes, self._rows_per_lane = sizes, lanes, sizes.unit // lanes
+        self._sizes = sizes
+        self._lanes = lanes
+        self._rows_per_lane = sizes.unit // lanes
         mine = range(share.dp_rank * lanes // share.dp_size, -(-(share.dp_rank + 1) * lanes // share.dp_size))
         self._positions: dict[int, LanePosition] = dict.fromkeys(mine, BEGIN)
         if positions:
@@ -190,7 +192,7 @@ class StreamLoader:
             lanes.rows(step)
         parts = [lanes.rows(step) for _ in range(times)]
         by_lane = parts[-1]
-        rows = np.concatenate([part[lane][0] for lane in by_lane for part in parts], dtype=np.int64)
+        rows = np.concatenate([part[lane][0] for lane, part in product(by_lane, parts)], dtype=np.int64)
         num_rows = size // share.dp_size
         skipped = share.dp_rank * num_rows - min(by_lane) * (size // self._lanes)
         mine = rows[skipped : skipped + num_rows]

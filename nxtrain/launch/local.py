@@ -165,7 +165,8 @@ def render(
             port is `PORT`; empty: there is only one machine.
         min_nodes: Fewest machines with which the run goes on when others are lost; 0: it needs all of them.
     """
-    config, nodes, neuron = loaded.config, loaded.config.cluster.nodes, is_neuron(loaded.config)
+    config, nodes = loaded.config, loaded.config.cluster.nodes
+    neuron = is_neuron(loaded.config)
     meeting = first_node or FIRST_NODE
     name, port = rendezvous_address(meeting)
     uneven = check_nodes(loaded, nproc)
@@ -199,9 +200,7 @@ def render(
     if nodes > 1:
         about.append(f"on each of the {nodes} nodes; {meeting} is the name of one of them")
         where = f"--rdzv-endpoint={name}:{port}"
-        counts = f"{nodes}"
-        if min_nodes:
-            counts = f"{min_nodes}:{nodes}"
+        counts = f"{min_nodes}:{nodes}" if min_nodes else f"{nodes}"
         options = (f"--nnodes={counts}", "--rdzv-backend=c10d", where, f"--rdzv-id={config.run.name}")
     argv = [sys.executable]
     # One rank needs an agent, whose imports take seconds, only to be restarted.

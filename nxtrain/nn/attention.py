@@ -39,7 +39,9 @@ class CausalAttention(nn.Module):
         self, kernels: Kernels, context_parallel: ContextAttention | None = None, window: int | None = None
     ) -> None:
         super().__init__()
-        self._kernels, self._context_parallel, self.window = kernels, context_parallel, window
+        self._kernels = kernels
+        self._context_parallel = context_parallel
+        self.window = window
 
     def forward(
         self,
@@ -114,7 +116,9 @@ class Attention(nn.Module):
         super().__init__()
         layers, width = context.layers, heads.width
         segments = qkv_segments(heads.num, heads.num_kv, width, layers.tp.size)
-        self._fused, self._norms_heads, self._head_dim = context.fused_qkv, heads.norm_eps is not None, width
+        self._fused = context.fused_qkv
+        self._norms_heads = heads.norm_eps is not None
+        self._head_dim = width
         self._num_heads = heads.num // layers.tp.size
         self._num_kv_heads = max(1, heads.num_kv // layers.tp.size)
         if self._fused:

@@ -41,7 +41,9 @@ class LayerDropout:
     """
 
     def __init__(self, masks: Dropout, name: str, positions: Tensor, features: range) -> None:
-        self._masks, self._name, self._held = masks, name, (positions, features)
+        self._masks = masks
+        self._name = name
+        self._held = (positions, features)
         self._key = self._positions = self._features = torch.empty(0)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -80,8 +82,12 @@ class Dropout:
 
     def __init__(self, config: RunConfig, dp: Axis, positions: Tensor, put: Callable[[Tensor], Tensor]) -> None:
         train, share = config.train, config.finetune.dropout
-        self._seed, self._whole, self._put = config.run.seed, positions, put
-        self._dp, self._micro_batch, self._sizes = dp, train.micro_batch, train.batch_sizes()
+        self._seed = config.run.seed
+        self._whole = positions
+        self._put = put
+        self._dp = dp
+        self._micro_batch = train.micro_batch
+        self._sizes = train.batch_sizes()
         self._layers: list[LayerDropout] = []
         self._passes: list[tuple[int, int]] = []
         self._is_ready = False

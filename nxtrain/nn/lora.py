@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from types import MethodType
 from typing import Any, cast
 
@@ -76,7 +77,7 @@ def adapt(model: nn.Module, config: FinetuneConfig, tp: TensorParallel, dropout:
     widest = 0
     paths = {id(module): path for path, module in model.named_modules()}
     blocks = cast(CausalLM, model).blocks
-    for layer in (module for block in blocks for module in block.modules()):
+    for layer in chain.from_iterable(block.modules() for block in blocks):
         if isinstance(layer, ColumnLinear | RowLinear):
             names.update(_adapt_layer(layer, paths[id(layer)], config, tp, dropout, switch))
             if A in layer.specs:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -72,7 +73,7 @@ def quantize(model: nn.Module, tp: TensorParallel) -> None:
         ConfigError: Tensor parallelism cuts a block of weights that share a scale.
     """
     paths = {id(module): path for path, module in model.named_modules()}
-    for layer in (module for block in cast(CausalLM, model).blocks for module in block.modules()):
+    for layer in chain.from_iterable(block.modules() for block in cast(CausalLM, model).blocks):
         if isinstance(layer, ColumnLinear | RowLinear):
             name = paths[id(layer)].rpartition(".")[2]
             packing = _packing(layer.specs["weight"], name, tp)

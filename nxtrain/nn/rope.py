@@ -121,7 +121,10 @@ class Rope(nn.Module):
     ) -> None:
         super().__init__()
         self._kernels, self._host_positions = kernels, positions
-        self._seq_len, self._head_dim, self._theta, self._scaling = seq_len, head_dim, theta, scaling
+        self._seq_len = seq_len
+        self._head_dim = head_dim
+        self._theta = theta
+        self._scaling = scaling
         self._original_length = original_length
         self.cos: Tensor
         self.sin: Tensor
@@ -145,7 +148,9 @@ class Rope(nn.Module):
         return buffers
 
     def _frequencies(self) -> Tensor:
-        scaling, head_dim, theta = self._scaling, self._head_dim, self._theta
+        scaling = self._scaling
+        head_dim = self._head_dim
+        theta = self._theta
         if isinstance(scaling, LinearScaling):
             return linear_frequencies(scaling, head_dim, theta)
         if isinstance(scaling, DynamicScaling):

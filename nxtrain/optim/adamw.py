@@ -77,8 +77,13 @@ class AdamW:
     ) -> None:
         self._apart, self._host_copies = apart, host_copies
         self._updated = shards if host_copies is None else host_copies.params
-        self._shards, self._layout, self._kernels, self._precision = shards, layout, kernels, precision
-        self._betas, self._eps, self._weight_decay = optim.betas, optim.eps, optim.weight_decay
+        self._shards = shards
+        self._layout = layout
+        self._kernels = kernels
+        self._precision = precision
+        self._betas = optim.betas
+        self._eps = optim.eps
+        self._weight_decay = optim.weight_decay
         # Made on the host: on a lazy device each tensor then has a buffer of its own, and the first step's graph is
         # that of all steps.
         self.num_updates = put(torch.zeros(2))

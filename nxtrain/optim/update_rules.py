@@ -137,7 +137,9 @@ class Elsewhere:
     """
 
     def __init__(self, value: Tensor, device: torch.device, store: Callable[[Tensor], ParamStorage]) -> None:
-        self._value, self._device, self._store = value, device, store
+        self._value = value
+        self._device = device
+        self._store = store
         self._open: tuple[Tensor, ParamStorage] | None = None
 
     def open(self) -> Tensor:

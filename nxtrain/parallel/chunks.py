@@ -74,7 +74,9 @@ class _InChunks(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         x, *entered = tensors[:num_inputs]
         ctx.saved, ctx.params = x.grad_fn, tensors[num_inputs:]
-        ctx.function, ctx.tp, ctx.num_chunks = function, tp, num_chunks
+        ctx.function = function
+        ctx.tp = tp
+        ctx.num_chunks = num_chunks
         results: list[tuple[Tensor, ...]] = []
         for parts in _parts((tp.whole(x), *entered), num_chunks):
             if results:

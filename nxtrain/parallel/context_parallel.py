@@ -154,7 +154,9 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, log_sums = ctx.saved_tensors
         context: ContextParallel = ctx.context
-        ranges, kernels, axis = ctx.ranges, context.kernels, context.axis
+        ranges = ctx.ranges
+        kernels = context.kernels
+        axis = context.axis
         q_grad = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         block = torch.cat([k, v], dim=2).contiguous()
         block_grad = torch.zeros(block.shape, dtype=torch.float32, device=q.device)

@@ -92,7 +92,9 @@ class Bucketed(DataParallel):
         how: Reduction,
         put: Callable[[Tensor], Tensor],
     ) -> None:
-        self.layout, self._parameters, self._comm = layout, parameters, comm
+        self.layout = layout
+        self._parameters = parameters
+        self._comm = comm
         self.shards: Mapping[str, Tensor] = parameters
         self._copies, self._precision = layout.mesh.dp_cp, how.precision
         self.sums: dict[str, Tensor] = {}
@@ -109,7 +111,9 @@ class Bucketed(DataParallel):
         self.buckets: list[list[str]] = []
         for of_axes in sizes.values():
             self.buckets += fill_buckets(of_axes, how.bucket_bytes)
-        self._bucket_of = {name: index for index, names in enumerate(self.buckets) for name in names}
+        self._bucket_of: dict[str, int] = {}
+        for index, names in enumerate(self.buckets):
+            self._bucket_of |= dict.fromkeys(names, index)
         self._missing = Counter(self._bucket_of.values())
         self._started: dict[int, Pending[list[Tensor]]] = {}
         self.on_local: Callable[[Sequence[str], Sequence[Tensor]], None] | None = None
@@ -192,7 +196,9 @@ class Replicated(Bucketed):
         """Do nothing: the parameters themselves were updated."""
 
     def _start(self, grads: list[Tensor], names: Sequence[str]) -> Pending[list[Tensor]]:
-        copies, dtype, scale = self.layout.axes_of(names[0]).copies, self._precision.reduce, 1.0 / self._copies.size
+        copies = self.layout.axes_of(names[0]).copies
+        dtype = self._precision.reduce
+        scale = 1.0 / self._copies.size
         if copies.size == self._copies.size:
             return self._binding.start_average(grads, copies, dtype, self._comm)
         if copies.size == 1:

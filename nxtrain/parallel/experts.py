@@ -73,7 +73,9 @@ class Experts(nn.Module):
         self._unit: ClampedUnit | None = None
         if mixture.limit is not None:
             self._unit = ClampedUnit(mixture.limit, mixture.alpha)
-        self._num_experts, self._tp, self._capacity_factor = mixture.num_experts, tp, capacity_factor
+        self._num_experts = mixture.num_experts
+        self._tp = tp
+        self._capacity_factor = capacity_factor
         self.num_own, self._expert_parallel = len(own), expert_parallel
 
     def forward(self, x: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor | None]:

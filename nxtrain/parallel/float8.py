@@ -182,7 +182,8 @@ class _Float8Product(torch.autograd.Function):
         x_max, weight_max = how.magnitudes((flat, not how.enters), (weight, of_matrix or not how.enters))
         ctx.how, ctx.postpone = how, postpone
         is_trained = postpone is not None or weight.requires_grad
-        ctx.save_for_backward(x if is_trained else None, weight, *((x_max, weight_max) if of_matrix else ()))
+        known = (x_max, weight_max) if of_matrix else ()
+        ctx.save_for_backward(x if is_trained else None, weight, *known)
         out = how.product((flat, x_max), (weight, weight_max))
         # As torch's own linear: a sum over the ranks may overwrite the result, and autograd allows that of no view.
         return torch.ops.aten._unsafe_view(out, [*whole.shape[:-1], out.shape[1]])  # type: ignore[no-any-return]

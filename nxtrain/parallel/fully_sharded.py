@@ -166,6 +166,9 @@ class Sharding:
         dtypes = self.precision
         # torch 2.15 warns of outputs that are views. No module here changes the output of another in place.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+        offload_policy = OffloadPolicy()
+        if self.offload:
+            offload_policy = CPUOffloadPolicy(torch.accelerator.is_available())
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=mesh,
@@ -173,7 +176,7 @@ class Sharding:
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=dtypes.params, reduce_dtype=dtypes.reduce, cast_forward_inputs=False
             ),
-            offload_policy=CPUOffloadPolicy(torch.accelerator.is_available()) if self.offload else OffloadPolicy(),
+            offload_policy=offload_policy,
         )
 
 

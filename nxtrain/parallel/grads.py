@@ -30,7 +30,9 @@ class Gradients:
         put: Callable[[Tensor], Tensor],
         kernels: Kernels,
     ) -> None:
-        self._data_parallel, self._comm, self._layout = data_parallel, comm, data_parallel.layout
+        self._data_parallel = data_parallel
+        self._comm = comm
+        self._layout = data_parallel.layout
         self.square_sum = SquareSum(self._layout, data_parallel.shards, put, kernels)
         self._tp_sums = _TensorParallelSums(self._layout, data_parallel.shards, comm, put)
         # A device that rounds at random computes different gradients of a parameter that its ranks replicate.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -51,7 +52,9 @@ class _GatherUnit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, how: UnitShards, *shards: Tensor) -> tuple[Tensor, ...]:
-        ctx.how, ctx.shapes, ctx.dtypes = how, [shard.shape for shard in shards], [shard.dtype for shard in shards]
+        ctx.how = how
+        ctx.shapes = [shard.shape for shard in shards]
+        ctx.dtypes = [shard.dtype for shard in shards]
         flat = torch.cat([shard.to(how.precision.params).reshape(1, -1) for shard in shards], dim=1)
         gathered = how.comm.all_gather(flat, how.axes.shard)
         parts = gathered.split([shard.numel() for shard in shards], dim=1)
@@ -117,7 +120,7 @@ class GraphSharding:
             self._shard(block, {})
         fill(model)
         tied: dict[nn.Parameter, nn.Parameter] = {}
-        inside = {module for block in blocks for module in block.modules()}
+        inside = set(chain.from_iterable(block.modules() for block in blocks))
         for module in model.modules():
             if module not in inside and next(module.parameters(recurse=False), None) is not None:
                 self._shard(module, tied)
@@ -183,7 +186,9 @@ class GatheredInGraph(DataParallel):
     has_whole_parameters = False
 
     def __init__(self, model: nn.Module, layout: Layout, comm: Collectives, precision: Precision) -> None:
-        self.layout, self._comm, self._precision = layout, comm, precision
+        self.layout = layout
+        self._comm = comm
+        self._precision = precision
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.shards = {name: parameter.detach() for name, parameter in self._parameters.items()}
 

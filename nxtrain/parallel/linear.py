@@ -64,7 +64,9 @@ class _SplitProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, tp: TensorParallel, enters: bool, postpone: Postpone) -> Tensor:
-        ctx.tp, ctx.enters, ctx.postpone = tp, enters, postpone
+        ctx.tp = tp
+        ctx.enters = enters
+        ctx.postpone = postpone
         ctx.save_for_backward(x, weight)
         if enters:
             x = tp.whole(x)

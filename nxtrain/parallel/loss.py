@@ -251,7 +251,10 @@ class _TokenCrossEntropy(torch.autograd.Function):
             if hidden_part is not None:
                 hidden_grads.append(hidden_part)
         if ctx.is_trained:
-            ctx.columns, ctx.chunk_rows, ctx.chunk, ctx.kernels = columns, chunk_rows, chunk, kernels
+            ctx.columns = columns
+            ctx.chunk_rows = chunk_rows
+            ctx.chunk = chunk
+            ctx.kernels = kernels
             ctx.save_for_backward(hidden, weight, targets)
         elif hidden_grads:
             ctx.save_for_backward(torch.cat(hidden_grads))

@@ -32,7 +32,9 @@ class NativeLayers(LayerSet):
         expert_parallel: ExpertParallel | None = None,
     ) -> None:
         self.tp, self.sequence_parallel = parallel.axis, parallel.sequence_parallel
-        self._parallel, self._loss_chunk_bytes, self._token_losses = parallel, loss_chunk_bytes, token_losses
+        self._parallel = parallel
+        self._loss_chunk_bytes = loss_chunk_bytes
+        self._token_losses = token_losses
         self._expert_parallel = expert_parallel
 
     def column(

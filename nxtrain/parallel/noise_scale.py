@@ -39,7 +39,9 @@ class NoiseScale:
         self, layout: Layout, comm: Collectives, put: Callable[[Tensor], Tensor], kernels: Kernels, seq_len: int
     ) -> None:
         mesh = layout.mesh
-        self._comm, self._kernels, self._seq_len = comm, kernels, seq_len
+        self._comm = comm
+        self._kernels = kernels
+        self._seq_len = seq_len
         self._world, self._dp = mesh.over("pp", "dp", "tp"), mesh.dp
         self._copies = mesh.dp.size // mesh.shard.size
         # Tensors, not numbers: every rank must record the same graph. An uploaded scalar could be a number in it.

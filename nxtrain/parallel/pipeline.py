@@ -142,7 +142,10 @@ class Pipeline:
         blanks: State,
         weight_grads: WeightGradients | None = None,
     ) -> None:
-        self._model, self._parts, self._comm, self._boundary = model, parts, comm, boundary
+        self._model = model
+        self._parts = parts
+        self._comm = comm
+        self._boundary = boundary
         self._blanks, self._weight_grads = blanks, weight_grads
         self._pp, self._place = mesh.pp, mesh.words(mesh.rank)
         self.watch: Callable[[Action], AbstractContextManager[object]] = nullcontext

@@ -69,7 +69,9 @@ class _ReduceSum(torch.autograd.Function):
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Collectives, axis: Axis, rows: RowCounts | None) -> Tensor:
-        ctx.comm, ctx.axis, ctx.back = comm, axis, None if rows is None else rows.back
+        ctx.comm = comm
+        ctx.axis = axis
+        ctx.back = None if rows is None else rows.back
         return comm.all_to_all(x.contiguous(), axis, rows)
 
     @staticmethod

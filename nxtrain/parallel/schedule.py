@@ -134,7 +134,7 @@ def with_exchanges(actions: Schedule) -> tuple[tuple[tuple[Action, ...], ...], .
     Returns:
         The same actions, each alone or joined with the next; both ends of a pair join the same transfers.
     """
-    places = [{action: index for index, action in enumerate(of_rank)} for of_rank in actions]
+    places = [dict(zip(of_rank, range(len(of_rank)), strict=True)) for of_rank in actions]
 
     def is_exchange(rank: int, first: Action, second: Action) -> bool:
         if not (first.is_transfer and second.is_transfer) or first.is_send == second.is_send:

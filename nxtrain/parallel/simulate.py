@@ -84,13 +84,16 @@ def simulate(
     while moves:
         moves = False
         for rank in range(pp_size):
-            while (action := head(rank)) and go_on(rank, action):
+            action = head(rank)
+            while action is not None and go_on(rank, action):
                 moves = True
-    waiting = {rank: action for rank in range(pp_size) if (action := head(rank))}
-    assert not waiting, "the ranks wait for each other: " + ", ".join(
-        f"rank {rank} at {action} for rank {_input(action).other_end(rank, pp_size)[0]}"
-        for rank, action in waiting.items()
-    )
+                action = head(rank)
+    waiting = []
+    for rank in range(pp_size):
+        action = head(rank)
+        if action is not None:
+            waiting.append(f"rank {rank} at {action} for rank {_input(action).other_end(rank, pp_size)[0]}")
+    assert not waiting, f"the ranks wait for each other: {', '.join(waiting)}"
     return tuple(spans)
 
 

@@ -124,7 +124,9 @@ def sorted_rows(
     Returns:
         The rows, and the number of rows of each expert, (E,) int64.
     """
-    experts, num_slots, multiple = indices.flatten(), indices.numel(), grouping.multiple
+    experts = indices.flatten()
+    num_slots = indices.numel()
+    multiple = grouping.multiple
     order = experts.argsort(stable=True)
     by_expert = experts[order]
     # No `bincount`, whose shape depends on the data, so that the host would wait.
@@ -182,7 +184,9 @@ def block_rows(
         owner: Tensor | None = (blocks >= ends).sum(1).clamp(max=num_experts - 1)
         row = first * height + position
     else:
-        height, num_blocks, owner = capacity, num_experts, None
+        height = capacity
+        num_blocks = num_experts
+        owner = None
         row = torch.where(position < height, experts * height + position, num_blocks * height)
     if most_slots is not None:
         row = torch.where(experts < num_experts, row, num_blocks * height)

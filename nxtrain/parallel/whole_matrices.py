@@ -135,7 +135,9 @@ def assemble(spec: ShardSpec, mesh: Mesh, pieces: Tensor) -> dict[str, Tensor]:
         mesh: The axes.
         pieces: (shard * tp, rows, columns), each rank's rows with padding; of replicas the first is taken.
     """
-    tp, dim, shard_size = mesh.tp, spec.dim or 0, _axes_of(spec, mesh).shard.size
+    tp = mesh.tp
+    dim = spec.dim or 0
+    shard_size = _axes_of(spec, mesh).shard.size
     num_rows = spec.local_shape(tp)[0]
     # (tp, rows of a shard, columns)
     shards = pieces.unflatten(0, (shard_size, tp.size)).transpose(0, 1).flatten(1, 2)[:, :num_rows]
@@ -149,7 +151,9 @@ def assemble(spec: ShardSpec, mesh: Mesh, pieces: Tensor) -> dict[str, Tensor]:
 
 def divide(spec: ShardSpec, mesh: Mesh, segments: Mapping[str, Tensor]) -> Tensor:
     """Pieces of whole segments for each rank of shard x tp: the inverse of `assemble`."""
-    tp, dim, shard_size = mesh.tp, spec.dim or 0, _axes_of(spec, mesh).shard.size
+    tp = mesh.tp
+    dim = spec.dim or 0
+    shard_size = _axes_of(spec, mesh).shard.size
     shards = []
     for rank in range(tp.size):
         views = []

@@ -333,7 +333,9 @@ def forward_working_bytes(job: Job) -> int:
     the output, and what the kernel works with. Layers with adapters have their result thrice: of the matrix, of the
     adapters, and the sum; fused ones, of each adapter and of these together before the sum.
     """
-    train, size, tokens = job.config.train, job.params_size, job.micro_tokens
+    train = job.config.train
+    size = job.params_size
+    tokens = job.micro_tokens
     queries, keys = job.query_width, job.key_width
     heads = train.micro_batch * job.local_heads
     attention = 3 * (queries + keys) * tokens * size + _kernel_bytes(job)
@@ -428,7 +430,9 @@ def postponed_block_bytes(job: Job) -> int:
 
     Row layers get gradients of the whole sequence, gathered over the tensor parallel ranks.
     """
-    queries, keys, inner = job.query_width, job.key_width, job.inner_width
+    queries = job.query_width
+    keys = job.key_width
+    inner = job.inner_width
     ups = 2 * inner if job.dimensions.gated else inner
     row_inputs = queries + inner
     column_grads = queries + 2 * keys + ups

@@ -113,12 +113,15 @@ class Inspection:
             rank: Rank whose tensors are listed; None: those of the first rank of every stage.
         """
         chosen = self.chosen(rank)
+        tensors = []
+        for of_stage in chosen:
+            tensors += [_tensor_json(of_stage.stage, held) for held in of_stage.tensors()]
         return {
             "model": self.model_json(),
             "layout": {"world": self.job.world, "shard_size": self.job.shard_size, **layout_json(self.job)},
             "rank": rank,
             "stages": [_stage_json(each) for each in chosen],
-            "tensors": [_tensor_json(each.stage, held) for each in chosen for held in each.tensors()],
+            "tensors": tensors,
             "checkpoint": None if self.checkpoint is None else self.checkpoint.to_json(),
         }
 

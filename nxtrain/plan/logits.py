@@ -23,7 +23,10 @@ def chunk_bytes(job: Job) -> int:
     A chunk of logits exists in its own type, in float32, and as a gradient; in fp16 the scaled gradient is wide first.
     Several chunks sum the matrix's gradient in float32, and join the gradients of the hidden states.
     """
-    size, hidden, tokens, rows = job.params_size, job.dimensions.hidden_size, job.micro_tokens, job.vocab_rows
+    size = job.params_size
+    hidden = job.dimensions.hidden_size
+    tokens = job.micro_tokens
+    rows = job.vocab_rows
     is_padded = rows * job.config.parallel.tp > job.dimensions.vocab_size
     wide_copies = 2 * FLOAT if is_padded else FLOAT
     entry = wide_copies if size == FLOAT else FLOAT + 2 * size

@@ -138,7 +138,9 @@ def _reducing(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
     bucket packed and scattered, and copies of what is padded or of another type. All parameters are gathered at once
     after the update.
     """
-    parallel, precision, entries = job.config.parallel, job.config.precision, job.trained(stage)
+    parallel = job.config.parallel
+    precision = job.config.precision
+    entries = job.trained(stage)
     is_zero1 = parallel.shard == "zero1"
     reduced, reduce_size = reduced_bytes(job, stage), SIZES[precision.reduce]
     whole = entries.local * reduce_size
@@ -172,7 +174,9 @@ def _gathering(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
     that ranks divide are gathered with the unit of their block. Of a unit the gradient exists in its own type and in
     that of the reduction.
     """
-    parallel, kind, tp = job.config.parallel, job.stages[stage], job.config.parallel.tp
+    parallel = job.config.parallel
+    kind = job.stages[stage]
+    tp = job.config.parallel.tp
     block, rest = block_entries(kind, tp, 1), rest_entries(kind, tp, 1).local
     block_size, rest_size = block.local * job.params_size, rest * job.params_size
     trained, rest_trained = block, rest

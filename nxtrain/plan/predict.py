@@ -262,7 +262,9 @@ class Prediction:
         }
 
     def _run_json(self) -> dict[str, Any]:
-        params, tokens, days = self.job.dimensions.num_active_params, self.tokens, self.days
+        params = self.job.dimensions.num_active_params
+        tokens = self.tokens
+        days = self.days
         goodput = self._checkpoint_json()["goodput"]
 
         def of_run(per_token: float) -> float | None:
@@ -271,23 +273,30 @@ class Prediction:
         flops = of_run(model_flops_per_token(self.job))
         if self.ramp:
             flops = sum(part.flops for part in self.ramp)
-
+        steps = days_with_failures = None
+        if tokens is not None:
+            steps = self._num_steps(tokens)
+        if days is not None and goodput > LEAST_GOODPUT:
+            days_with_failures = days / goodput
+        of_adapters = {}
+        if self.job.adapters is not None:
+            of_adapters["flops_4nd"] = of_run(4.0 * params)
         rates = ""
         if not (self.assumed.unknown_length or self.assumed.tokens or self.assumed.device_hours):
             rates = Schedule.of(self.job.config).describe()
         return {
             "schedule": self.job.config.optim.schedule,
             "learning_rates": rates,
-            "steps": None if tokens is None else self._num_steps(tokens),
+            "steps": steps,
             "tokens": tokens,
             "data_bytes": self.assumed.data_bytes or None,
             "device_hours": self.device_hours,
             "flops_6nd": of_run(6.0 * params),
-            **({} if self.job.adapters is None else {"flops_4nd": of_run(4.0 * params)}),
+            **of_adapters,
             "flops": flops,
             "ramp": [part.to_json() for part in self.ramp],
             "chinchilla_tokens": CHINCHILLA * params,
-            "days_with_failures": days / goodput if days is not None and goodput > LEAST_GOODPUT else None,
+            "days_with_failures": days_with_failures,
         }
 
     def _num_steps(self, tokens: float) -> int:

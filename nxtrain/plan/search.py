@@ -96,7 +96,8 @@ def search(dimensions: Dimensions, machine: Machine, nodes: int, config: RunConf
     layouts: list[Prediction] = []
     rejected: list[Rejected] = []
     for job in _degrees(dimensions, machine, nodes, config):
-        if problems := list(impossible(job)):
+        problems = list(impossible(job))
+        if problems:
             rejected.append(Rejected(job, "; ".join(problem.reason for problem in problems)))
             continue
         fitting, least = _try(job, assumed)
@@ -144,7 +145,11 @@ def impossible(job: Job) -> Iterator[Problem]:
                 if problems:
                     yield problems[0]
                     break
-    tp, pp, dp, cp, ep = parallel.tp, parallel.pp, parallel.dp, parallel.cp, parallel.ep
+    tp = parallel.tp
+    pp = parallel.pp
+    dp = parallel.dp
+    cp = parallel.cp
+    ep = parallel.ep
     try:
         Mesh.build(job.world, 0, tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, shard=job.shard_size)
     except ConfigError as error:
@@ -167,9 +172,13 @@ def _degrees(dimensions: Dimensions, machine: Machine, nodes: int, config: RunCo
     lazy = Job(dimensions, machine, nodes, config).is_lazy
     for tp, pp, copies in _products(dimensions, machine, nodes):
         for cp, ep in product(_context_degrees(copies, config), _expert_degrees(copies, dimensions)):
-            modes = ["none"] if copies == 1 else ["none", "zero1"] if lazy else ["none", "zero1", "grad_op", "full"]
-            if nodes > 1 and not lazy and copies > 1:
-                modes.append("hybrid")
+            modes = ["none"]
+            if copies > 1:
+                modes.append("zero1")
+            if copies > 1 and not lazy:
+                modes += ["grad_op", "full"]
+                if nodes > 1:
+                    modes.append("hybrid")
             for mode in modes:
                 changes: dict[str, Any] = {"tp": tp, "pp": pp, "dp": copies // cp, "cp": cp, "ep": ep, "shard": mode}
                 changes["sequence_parallel"] = tp > 1

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 
 from nxtrain.common.dimensions import Dimensions, block_specs, rest_specs
 from nxtrain.common.mesh import Axis
@@ -151,7 +152,7 @@ def pipeline_stages(shape: Stage, seq_len: int, pp: int, virtual_pp: int, cuts: 
     for parts in stage_parts(shape.dimensions, seq_len, pp, virtual_pp, cuts):
         blocks = tuple(len(part.blocks) for part in parts)
         first, last = any(part.first for part in parts), any(part.last for part in parts)
-        num_dense = sum(index in part.blocks for part in parts for index in shape.dimensions.dense_layers)
+        num_dense = sum(index in part.blocks for part, index in product(parts, shape.dimensions.dense_layers))
         stages.append(replace(shape, blocks=blocks, first=first, last=last, num_dense=num_dense))
     return tuple(stages)
 

@@ -29,7 +29,9 @@ def console() -> Console:
 
 def show(found: Prediction, note: str) -> None:
     """Print the prediction for one layout."""
-    screen, job, data = console(), found.job, found.to_json()
+    screen = console()
+    job = found.job
+    data = found.to_json()
     parallel = job.config.parallel
     if note:
         screen.print(note)
@@ -58,7 +60,9 @@ def show(found: Prediction, note: str) -> None:
 
 def _rows(found: Prediction) -> list[tuple[str, str, str]]:
     data, time = found.to_json(), found.time
-    checkpoint, run, graphs = data["checkpoint"], data["run"], data["compile"]
+    checkpoint = data["checkpoint"]
+    run = data["run"]
+    graphs = data["compile"]
     model = data["model_bytes"]
     kinds = ", ".join(f"{name} {size / 1e9:,.4g}" for name, size in model.items() if size and name != "total")
     nd = "flops_4nd" if "flops_4nd" in run else "flops_6nd"

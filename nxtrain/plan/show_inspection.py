@@ -40,7 +40,9 @@ def show_inspection(found: Inspection, rank: int | None, *, tree: bool) -> None:
 
 def _model_lines(found: Inspection) -> Iterator[str]:
     data, job = found.model_json(), found.job
-    params, dimensions, parallel = data["params"], job.dimensions, job.config.parallel
+    params = data["params"]
+    dimensions = job.dimensions
+    parallel = job.config.parallel
     name = data["preset"] or data["hf"] or "no preset"
     yield f"{data['family']}, {name}: {params['total']:,} parameters, of which {params['trained']:,} are trained"
     inner = f"MLP {dimensions.intermediate_size:,}"

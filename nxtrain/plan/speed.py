@@ -264,7 +264,9 @@ def _part(job: Job, blocks: range, has_head: bool, links: Links, rates: Rates, c
     if job.config.train.remat == "full":
         restore_s *= 2
     backward_s = rates.seconds(backward) + tp_backward_s + cp_backward_s + ep_backward_s + restore_s
-    tp_s, cp_s, ep_s = tp_forward_s + tp_backward_s, cp_forward_s + cp_backward_s, ep_forward_s + ep_backward_s
+    tp_s = tp_forward_s + tp_backward_s
+    cp_s = cp_forward_s + cp_backward_s
+    ep_s = ep_forward_s + ep_backward_s
     return PartTime(forward_s, backward_s, tp_s, cp_s, ep_s)
 
 

@@ -137,7 +137,11 @@ class Rank:
     def of(job: Job, rank: int) -> Rank:
         """A rank of a run, by its number in the order [pp, dp, cp, tp]."""
         parallel = job.config.parallel
-        tp, pp, dp, cp, ep = parallel.tp, parallel.pp, parallel.dp, parallel.cp, parallel.ep
+        tp = parallel.tp
+        pp = parallel.pp
+        dp = parallel.dp
+        cp = parallel.cp
+        ep = parallel.ep
         mesh = Mesh.build(job.world, rank, tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, shard=job.shard_size)
         return Rank(job, mesh)
 
@@ -227,7 +231,9 @@ class Rank:
             return ()
         units = []
         for chunk in self.blocks:
-            sizes = [sum(math.prod(held.local_shape) for held in self.block_at(index)) for index in chunk]
+            sizes = []
+            for index in chunk:
+                sizes.append(sum(math.prod(held.local_shape) for held in self.block_at(index)))
             for unit in units_of(sizes, self.job.config.parallel.unit_params):
                 entries = sum(sizes[index] for index in unit)
                 units.append(Unit(tuple(f"model.layers.{chunk[index]}" for index in unit), entries))

@@ -42,7 +42,9 @@ def passes(job: Job, blocks: range, *, has_head: bool, fused_context: bool = Fal
         has_head: The part ends with the loss.
         fused_context: A fused kernel computes attention between context parallel ranks, as in other libraries.
     """
-    tokens, num_blocks, remat = job.micro_tokens, len(blocks), job.config.train.remat
+    tokens = job.micro_tokens
+    num_blocks = len(blocks)
+    remat = job.config.train.remat
     attention, scores = _attention(job, blocks, fused_context=fused_context)
     matrices = num_blocks * 2 * job.dimensions.block_matmul_params
     adapters = num_blocks * 2 * adapter_params(job)

@@ -195,7 +195,9 @@ def _step_file(context: RunContext, mirrored: Mirrored | None) -> RunObserver:
 
 
 def _throughput_meter(context: RunContext, resumed: StepNumbers) -> ThroughputMeter:
-    train, tokens, ago_s = context.config.train, resumed.meta.tokens, 0.0
+    train = context.config.train
+    tokens = resumed.meta.tokens
+    ago_s = 0.0
     flops = context.plan.dimensions.flops_per_token(train.seq_len)
     peak = context.backend.diagnostics.peak_flops(context.config.precision.params)
     if peak:

@@ -313,6 +313,9 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         num_sums = 4
         loads = backend.put(torch.zeros(plan.model.num_hidden_layers, mixture.num_experts + NUM_OTHERS))
         cast(CausalLM, model).count_loads(loads)
+    loss_scale = None
+    if precision.params == torch.float16:
+        loss_scale = _loss_scale(plan, model, backend)
     return TrainState(
         model=model,
         data_parallel=data_parallel,
@@ -325,7 +328,7 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         clip=run.optim.clip,
         sums=backend.put(torch.zeros(num_sums)),
         history=StepHistory(backend.put, backend.kernels.fuse),
-        loss_scale=_loss_scale(plan, model, backend) if precision.params == torch.float16 else None,
+        loss_scale=loss_scale,
         noise=_noise_scale(run, data_parallel, backend),
         z_sum=_z_sum(run.train, model, backend),
         accumulates=_accumulates(run.train, mesh),

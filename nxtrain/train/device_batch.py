@@ -72,7 +72,9 @@ class DeviceBatch:
 
         pairs: list[Pairs] = []
         if answers is not None:
-            columns = {name: [put(x.contiguous()) for x in values] for name, values in answers.items()}
+            columns = {}
+            for name, values in answers.items():
+                columns[name] = [put(x.contiguous()) for x in values]
             columns["numbers"] = put_each(answers["numbers"])
             pairs = [Pairs(**dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
         counted: list[Tensor] = []

@@ -68,7 +68,9 @@ class Preferences:
     sums: tuple[str, ...] = ("loss", "pairs", "targets", *MEANS)
 
     def __init__(self, config: FinetuneConfig, cp: Axis, comm: Collectives, put: Callable[[Tensor], Tensor]) -> None:
-        self._config, self._cp, self._comm = config, cp, comm
+        self._config = config
+        self._cp = cp
+        self._comm = comm
         self._answers = put(torch.arange(2 * config.pairs_per_row))
         # Each pair counts on one of the ranks that share its row. Data of one dimension, so that all ranks have one
         # graph: torch-xla makes constants of the numbers 0 and 1.

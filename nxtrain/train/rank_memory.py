@@ -134,7 +134,9 @@ class RankMemory(RunObserver):
         self.shards: Shards = {}
         self.resumed: StepNumbers | None = None
         self._run: WatchedRun | None = None
-        self._step, self._is_whole, self._is_concluded = 0, False, False
+        self._step = 0
+        self._is_whole = False
+        self._is_concluded = False
         self._result: StepResult | None = None
         self._stability: Mapping[str, Any] = {}
         self._reading = Reading(0)
@@ -145,7 +147,9 @@ class RankMemory(RunObserver):
         state = run.state
         if not self.is_kept:
             return state
-        self._run, self.shards, self._numbers = run, {}, {}
+        self._run = run
+        self.shards = {}
+        self._numbers = {}
         self._note(step, None if self.resumed is None else self.resumed.result)
         reported = state.section
 
@@ -199,5 +203,9 @@ class RankMemory(RunObserver):
     def _note(self, step: int, result: StepResult | None) -> None:
         assert self._run is not None
         guard = self._run.guard
-        self._step, self._is_whole, self._is_concluded = step, True, result is None
-        self._result, self._stability, self._reading = result, guard.kept(), guard.reading
+        self._step = step
+        self._is_whole = True
+        self._is_concluded = result is None
+        self._result = result
+        self._stability = guard.kept()
+        self._reading = guard.reading

@@ -67,7 +67,9 @@ def _of_corpus(context: RunContext, samples: PairSamples) -> LogProbs:
     if known is not None:
         context.print_line(f"the reference is that of {file}")
         return known
-    plan, backend, mesh = context.plan, context.backend, context.mesh
+    plan = context.plan
+    backend = context.backend
+    mesh = context.mesh
     state = build_state(plan, build_model(plan, backend, mesh, init="hf"), backend, mesh)
     found = _compute(context, state, samples.of_all_pairs())
     context.ranks.on_leader(lambda: _write(file, found), f"cannot write {file}")

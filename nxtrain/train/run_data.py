@@ -19,6 +19,9 @@ from nxtrain.train.tokenizer import tokenizer_of_weights
 def open_run_data(context: RunContext, mirrored: Mirrored | None) -> Data:
     """Open the data of the run; the leader of each disk makes its token files first."""
     config, workdir = context.config, context.config.run.dir / DATA_DIR
+    validation_rows = 0
+    if config.train.eval_every:
+        validation_rows = config.train.eval_batches * config.train.global_batch
     data = open_data(
         config.data,
         seq_len=config.train.seq_len,
@@ -27,7 +30,7 @@ def open_run_data(context: RunContext, mirrored: Mirrored | None) -> Data:
         leader=mirrored.scope.leads if mirrored else context.is_leader,
         barrier=context.backend.collectives.barrier,
         of_weights=lambda: tokenizer_of_weights(config, workdir),
-        validation_rows=config.train.eval_batches * config.train.global_batch if config.train.eval_every else 0,
+        validation_rows=validation_rows,
         answers=AnswerRows.of(config.finetune),
     )
     if data.tokenizer_origin:

@@ -100,7 +100,9 @@ class Trainer:
 
     def _conclude(self, step: int, result: StepResult) -> float | None:
         """Compare, record, evaluate and save a step as far as each is due; return the held-out loss, if any."""
-        config, total, rate = self.config, self.config.train.steps, self.schedule.at(step)
+        config = self.config
+        total = self.config.train.steps
+        rate = self.schedule.at(step)
         # Positions of the rows, which is the work of the devices; `targets` of a record are those that count.
         self.meter.add_step(self.sizes.at(step - 1) * config.train.seq_len)
         val_loss = None

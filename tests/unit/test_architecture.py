@@ -213,6 +213,51 @@ def test_a_function_over_the_limits_is_seen(code: str, expected: list[str]) -> N
     assert too_large(code) == expected
 
 
+MOST_NAMES = 2  # in one assignment
+COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+
+def dense(source: str) -> list[str]:
+    """Lines with statements of more than one idea, and the rule of CONTRIBUTING.md against each."""
+    results = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.NamedExpr):
+            results.append(f"{node.lineno}: no :=")
+        elif isinstance(node, COMPREHENSIONS):
+            inside = [part for part in ast.walk(node) if isinstance(part, COMPREHENSIONS)]
+            if len(node.generators) > 1 or len(inside) > 1:
+                results.append(f"{node.lineno}: no comprehension within another")
+        elif isinstance(node, ast.stmt) and not hasattr(node, "body"):
+            choices = [part for part in ast.walk(node) if isinstance(part, ast.IfExp)]
+            if len(choices) > 1:
+                results.append(f"{node.lineno}: one conditional expression at most")
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+                names = getattr(node.targets[0], "elts", ())
+                if len(names) > MOST_NAMES:
+                    results.append(f"{node.lineno}: two names at most")
+    return results
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("a, b = 1, 2\na, b, c = f()\nd = [x for x in [*a] if b]\ne = a if b else c", []),
+        ("if a := f():\n    pass", ["1: no :="]),
+        ("a, b, c = 1, 2, 3", ["1: two names at most"]),
+        ("a = [x for y in b for x in y]", ["1: no comprehension within another"]),
+        ("a = {x: [*(z for z in y)] for x, y in b}", ["1: no comprehension within another"]),
+        ("f(a if b else c, d if e else g)", ["1: one conditional expression at most"]),
+    ],
+)
+def test_a_statement_of_several_ideas_is_seen(code: str, expected: list[str]) -> None:
+    assert dense(code) == expected
+
+
+def test_statements_have_one_idea() -> None:
+    results = {name(path): dense(path.read_text(encoding="utf-8")) for path in LIBRARY}
+    assert {path: lines for path, lines in results.items() if lines} == {}
+
+
 def test_functions_are_short_and_take_few_arguments_or_give_a_reason() -> None:
     paths = [path for path in LIBRARY if not inside(path, COMMANDS)]
     sources = {name(path): path.read_text(encoding="utf-8") for path in paths}

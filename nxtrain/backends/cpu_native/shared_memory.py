@@ -137,8 +137,10 @@ class Exchange:
 
     def _open_lane(self, axis: Axis) -> Any:
         index = sum(lane is not None for lane in self._lanes.values())
-        if any(len({self._hosts[rank] for rank in group}) > 1 for group in axis.groups):
-            return None
+        for group in axis.groups:
+            hosts = {self._hosts[rank] for rank in group}
+            if len(hosts) > 1:
+                return None
         if index == self._library.nx_lanes():
             return None
         group = axis.group_of(self._rank)

@@ -26,11 +26,12 @@ Source: release-notes/components/nki.rst, NKI 0.4.0 of SDK 2.30, in https://gith
 BOUNDED_SDK = SdkVersion(2, 29)
 """Release whose kernels take bounds of keys per query, and whose source `bounded.py` follows."""
 
-BOUNDED_TILE, LONGEST_BOUNDED, MOST_BOUNDED_HEADS = 512, 131072, 512
-"""Tokens that divide a sequence of these kernels, their longest sequence, and their most query heads.
-
-Source: `setup_config` in attention_bwd.py, `_MAX_SEQLEN` and `_MAX_BS` in attention_cte.py; see `bounded.py`.
-"""
+BOUNDED_TILE = 512
+"""Tokens that divide a sequence of these kernels. Source: `setup_config` in attention_bwd.py; see `bounded.py`."""
+LONGEST_BOUNDED = 131072
+"""Tokens of their longest sequence. Source: `_MAX_SEQLEN` in attention_cte.py."""
+MOST_BOUNDED_HEADS = 512
+"""Most query heads. Source: `_MAX_BS` in attention_cte.py."""
 
 _BOUNDED = "the NKI Library's kernels with bounds"
 
@@ -93,8 +94,8 @@ def _lacking(
         yield f"neuronx-distributed{version}, which calls NKI's kernel, is not installed"
     elif distributed.placeholder:
         yield f"neuronx-distributed {distributed.version} is PyPI's empty placeholder"
-    elif not allow_unverified and (why := unverified(distributed)):
-        yield f"{why}: use a release of those, or backend.allow_unverified=true"
+    elif not allow_unverified and unverified(distributed):
+        yield f"{unverified(distributed)}: use a release of those, or backend.allow_unverified=true"
 
 
 def _misfits(shape: AttentionShape, instance: Machine | None) -> Iterator[str]:

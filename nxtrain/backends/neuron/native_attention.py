@@ -11,8 +11,12 @@ from dataclasses import replace
 from nxtrain.backends.attention_choice import AttentionChoice, AttentionShape, choose_by
 from nxtrain.common.errors import ConfigError, Problem
 
-SEQUENCE_TILE, MAX_HEAD_SIZE, MAX_HEADS = 512, 128, 512
-"""Tokens that divide a sequence, widest head, and most heads of all sequences of a micro-batch."""
+SEQUENCE_TILE = 512
+"""Tokens that divide a sequence."""
+MAX_HEAD_SIZE = 128
+"""Width of the widest head."""
+MAX_HEADS = 512
+"""Most heads of all sequences of a micro-batch."""
 
 SWITCH = "TORCH_NEURONX_ENABLE_NKI_SDPA"
 """Variable that turns the kernel off if it is 0."""
@@ -51,7 +55,8 @@ def _obstacles(shape: AttentionShape) -> list[str]:
         found.append(f"train.seq_len={shape.seq_len} is no multiple of {SEQUENCE_TILE}, as TorchNeuron's kernel needs")
     if shape.head_size > MAX_HEAD_SIZE:
         found.append(f"heads are {shape.head_size} wide, and TorchNeuron's kernel takes {MAX_HEAD_SIZE} at most")
-    if (heads := shape.micro_batch * shape.num_heads) > MAX_HEADS:
+    heads = shape.micro_batch * shape.num_heads
+    if heads > MAX_HEADS:
         found.append(
             f"train.micro_batch={shape.micro_batch} x {shape.num_heads} heads per rank = {heads}, and TorchNeuron's "
             f"kernel takes {MAX_HEADS} at most"

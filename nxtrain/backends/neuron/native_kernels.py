@@ -34,7 +34,9 @@ class NeuronNativeKernels(PlainKernels):
 
     def __init__(self) -> None:
         super().__init__()
-        self.compiles, self.grouped, self.rounds = False, False, False
+        self.compiles = False
+        self.grouped = False
+        self.rounds = False
         self.rounder: Rounder = round_by_views
         self._norm = rms_norm
 

@@ -142,7 +142,8 @@ def distributed_support(*, allow_unverified: bool = False, assumed: Package | No
         return Support(False, f"neuronx-distributed is not installed; {way_out}")
     if package.placeholder:
         return Support(False, f"{placeholder(package)}; {way_out}")
-    if (why := unverified(package)) and not allow_unverified:
+    why = unverified(package)
+    if why and not allow_unverified:
         return Support(False, f"{why}; {way_out}, or use it with backend.allow_unverified=true")
     torch = installed("torch")
     if torch is None or not torch.version.startswith("2.9."):

@@ -43,8 +43,15 @@ PINNED_TORCH = "2.14.0"
 PYTHON = (3, 12)
 """Oldest Python with packages of TorchNeuron."""
 
-COMPILER, KERNELS, DRIVER, RUNTIME = (2, 28), (0, 7), (2, 31), (2, 35)
-"""Oldest neuronx-cc, nki, kernel module and runtime library, those of the SDK's release 2.33."""
+# The oldest releases are those of the SDK's release 2.33.
+COMPILER = (2, 28)
+"""Oldest neuronx-cc."""
+KERNELS = (0, 7)
+"""Oldest nki."""
+DRIVER = (2, 31)
+"""Oldest kernel module."""
+RUNTIME = (2, 35)
+"""Oldest runtime library."""
 
 DRIVER_FILE = Path("/sys/module/neuron/version")
 """File with the version of the loaded kernel module."""
@@ -91,7 +98,7 @@ def support(*, devices: bool = True) -> Support:
         return Support(False, f"{reason}\n    {ELSEWHERE}")
     parts = [part for part in _parts() if devices or part.name != "driver"]
     missing = missing_devices() if devices else ()
-    lacking = [*_wrong_packages(), *missing, *(why for part in parts if (why := part.misfit))]
+    lacking = [*_wrong_packages(), *missing, *filter(None, (part.misfit for part in parts))]
     if lacking:
         return Support(False, "\n    ".join([*lacking, install_advice(), f"or {ELSEWHERE}"]))
     package = installed("torch-neuronx")
@@ -199,7 +206,10 @@ def _system(os_release: Path) -> tuple[str, str]:
         lines = os_release.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return "", ""
-    fields = {key: value.strip("\"'") for key, _, value in (line.partition("=") for line in lines)}
+    fields = {}
+    for line in lines:
+        key, _, value = line.partition("=")
+        fields[key] = value.strip("\"'")
     return fields.get("ID", ""), fields.get("VERSION_ID", "")
 
 

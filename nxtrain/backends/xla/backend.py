@@ -122,7 +122,9 @@ class XlaCollectives(Collectives):
     def start_shift(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
         if axis.size == 1:
             return Done(x)
-        pairs = [[group[i - 1], group[i]] for group in _groups(axis) for i in range(axis.size)]
+        pairs: list[list[int]] = []
+        for group in _groups(axis):
+            pairs += [[group[i - 1], group[i]] for i in range(axis.size)]
         return Done(self._xm.collective_permute(x, pairs))
 
     @contextmanager
@@ -266,8 +268,8 @@ class XlaBackend(Backend):
     def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
         # After the boundary the values are device buffers: reading them moves bytes and builds no graph.
         self.step_boundary()
-        read = (number for value in values.values() for number in value.cpu().float().reshape(-1).tolist())
-        return dict(zip(fetched_names(values), read, strict=True))
+        flat = [value.detach().cpu().float().reshape(-1) for value in values.values()]
+        return dict(zip(fetched_names(values), torch.cat(flat).tolist(), strict=True))
 
     def scalars(self, *values: float) -> tuple[Tensor, ...]:
         # A 0-d host tensor is folded by value: 0 and 1 become constants, equal values one parameter, and each such

@@ -105,7 +105,8 @@ def refuse_dead_variables(environ: Mapping[str, str], sdk: SdkVersion | None = N
     Raises:
         ConfigError: Some are set; the error has a problem for each.
     """
-    if problems := dead_variables(environ, sdk):
+    problems = dead_variables(environ, sdk)
+    if problems:
         raise ConfigError(problems)
 
 

@@ -63,13 +63,15 @@ class HostGroup:
                     "died, or does other work than the rest; its own last lines say more"
                 ) from error
             # gloo's error is the same for a rank that is gone.
-            gone = "a rank that this one works with"
+            gone, first = "a rank that this one works with is", None
             if missing:
-                gone = f"rank{'s' * (len(missing) > 1)} {spans(missing)}"
+                gone, first = f"rank {missing[0]}{nodes} is", missing[0]
+            if len(missing) > 1:
+                gone = f"ranks {spans(missing)}{nodes} are"
             raise LostPeerError(
-                f"{gone}{nodes} {'are' if len(missing) > 1 else 'is'} gone, which the others wait for at {work}: "
-                f"{reason}. It died, or left early; its own last lines say why",
-                missing[0] if missing else None,
+                f"{gone} gone, which the others wait for at {work}: {reason}. It died, or left early; its own last "
+                "lines say why",
+                first,
             ) from error
 
     def compare(self, work: str, graph: str) -> None:

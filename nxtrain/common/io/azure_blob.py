@@ -17,8 +17,10 @@ _RECEIVED_BYTES = 4 << 20
 """Bytes of one response of a download, after which progress is counted."""
 _DELETE = 256
 """Most names of one delete request, by the service's rules."""
-_FAILURE, _TOO_MANY, _TIMEOUT = 500, 429, 408
-"""HTTP status of server errors and above; of too many requests; of a request that took too long."""
+# Lowest HTTP status of server errors; of too many requests; of a request that took too long.
+_FAILURE = 500
+_TOO_MANY = 429
+_TIMEOUT = 408
 
 _ACCEPTED, _ABSENT = 202, 404
 """HTTP status of a deleted object; of an object that is not there."""

@@ -11,8 +11,10 @@ from nxtrain.common.io.checksummed_file import FileDigest, transferred
 
 _PART_BYTES = 16 << 20
 """Bytes of a part of an upload, which are in memory; a multiple of 256 KiB, by the service's rules."""
-_FAILURE, _TOO_MANY, _TIMEOUT = 500, 429, 408
-"""HTTP status of server errors and above; of too many requests; of a request that took too long."""
+# Lowest HTTP status of server errors; of too many requests; of a request that took too long.
+_FAILURE = 500
+_TOO_MANY = 429
+_TIMEOUT = 408
 
 
 class CloudStorage(BucketService):

@@ -184,6 +184,10 @@ def _of_prepared(corpus: PreparedCorpus, seq_len: int, tokenizer: TextTokenizer 
             corpus.expect(documents)
             for document in documents:
                 statistics.add(corpus.content(document))
+    if corpus.has_pairs:
+        pairs = {"pairs": len(corpus) // 2, "samples": _pairs(corpus, tokenizer)}
+    else:
+        pairs = {"pairs": None, "samples": _samples(corpus, tokenizer)}
     return {
         "path": str(corpus.path),
         "format": "prepared ids" if corpus.is_ids else "prepared text",
@@ -193,8 +197,7 @@ def _of_prepared(corpus: PreparedCorpus, seq_len: int, tokenizer: TextTokenizer 
         "checksums": corpus.has_checksums,
         "verified": False,
         **statistics.to_json(),
-        "pairs": len(corpus) // 2 if corpus.has_pairs else None,
-        "samples": _pairs(corpus, tokenizer) if corpus.has_pairs else _samples(corpus, tokenizer),
+        **pairs,
     }
 
 

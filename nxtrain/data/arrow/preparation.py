@@ -303,7 +303,8 @@ class _Copy:
         work: PreparationWork,
         watcher: Watcher,
     ) -> None:
-        self._request, self._work, self._watcher = request, work, watcher
+        self._request, self._work = request, work
+        self._watcher = watcher
         self._to_array, self._extra = to_array, extra
         self._texts: list[bytes] = []
         self._prompts: list[int] = []
@@ -420,9 +421,8 @@ def _check_fields(request: PreparationRequest, sources: Sequence[Source]) -> Non
         )
     if request.prompt == request.field:
         raise ConfigError(f"--prompt {request.prompt} and --field {request.field} are one field; name two")
-    option = "--chat" if request.chat else "--prompt" if request.prompt else ""
-    if request.pairs or request.labels:
-        option = "--pairs" if request.pairs else "--labels"
+    given = {"--pairs": request.pairs, "--labels": request.labels, "--chat": request.chat, "--prompt": request.prompt}
+    option = next((name for name, value in given.items() if value), "")
     if not option:
         return
     for source in sources:

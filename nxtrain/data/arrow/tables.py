@@ -223,8 +223,9 @@ def _turns(column: Any) -> Iterator[Any]:
     column.validate(full=True)  # pyarrow trusts a file's offsets when it makes Python objects
     for messages in column:
         turns = messages.as_py()
-        if turns is not None:  # a turn has null for the keys that only other turns of the column have
-            turns = [turn and {key: value for key, value in turn.items() if value is not None} for turn in turns]
+        for turn in filter(None, turns or ()):  # a turn has null for the keys that only other turns of the column have
+            for key in [key for key, value in turn.items() if value is None]:
+                del turn[key]
         yield turns
 
 

@@ -21,7 +21,9 @@ from nxtrain.backends.torch_kernels import PlainKernels
 from nxtrain.tools.bench import harness
 from nxtrain.tools.trace.fake_rank import LiveBytes
 
-HEADS, KV_HEADS, HEAD_SIZE = 2, 1, 64
+HEADS = 2
+KV_HEADS = 1
+HEAD_SIZE = 64
 DOCUMENT = 1000
 """Tokens of a document."""
 
@@ -73,7 +75,9 @@ def bench_attention(*, longest: int, rounds: int, threads: int, as_json: bool) -
                 _pass(side, given)
             rows.append(harness.row(f"{name} {length}", "s", seconds[name], peak_bytes=live.peak))
             points.append((name, length, rows[-1]["value"], live.peak))
-    powers = {name: exponents([point[1:] for point in points if point[0] == name]) for name in SIDES}
+    powers = {}
+    for name in SIDES:
+        powers[name] = exponents([point[1:] for point in points if point[0] == name])
     result = {"machine": harness.machine(), "threads": torch.get_num_threads(), "rows": rows, "exponents": powers}
     harness.present(result, lambda: _shown(result, points), as_json=as_json)
 

@@ -152,7 +152,9 @@ class _BusyChunk(SplitBackward):
 class _Occupied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float, postpone: Postpone | None, occupy: Occupy) -> Tensor:
-        ctx.seconds, ctx.postpone, ctx.occupy = seconds, postpone, occupy
+        ctx.seconds = seconds
+        ctx.postpone = postpone
+        ctx.occupy = occupy
         occupy(seconds)
         return x.clone()
 

@@ -220,7 +220,9 @@ def summarize(measured: Mapping[str, Sequence[Mapping[str, Any]]], work: Workloa
     flops = find_family(work.family).dimensions(work.model).flops_per_token(work.seq_len)
     names = [name for name in measured if name != PEAK]
     device = measured[names[0]][0]["device"]
-    clocks = [clock for clock in CLOCKS if all(clock in turn for turn in measured[PEAK])]
+    clocks = [*CLOCKS]
+    for turn in measured[PEAK]:
+        clocks = [clock for clock in clocks if clock in turn]
     clock = ratio_clock(device, work.threads, clocks)
     peaks = [turn[clock] for turn in measured[PEAK]]
     rows = {name: _row(name, measured[name], work, clocks, clock) for name in names}

@@ -49,7 +49,7 @@ def _float8(recipe: str, gpus: Mapping[str, tuple[int, int]]) -> Iterator[Findin
     old = [f"{name} has {version(capability)}" for name, capability in gpus.items() if capability < needed]
     if old:
         what = f"precision.fp8={recipe} needs compute capability {version(needed)}; {', '.join(old)}"
-        fits = [other for other, least in FLOAT8.items() if all(each >= least for each in gpus.values())]
+        fits = [other for other, least in FLOAT8.items() if min(gpus.values()) >= least]
         yield fault("float8", what, "no rank can start", f"use precision.fp8={' or '.join([*fits, 'none'])}")
     elif gpus:
         yield fine("float8", f"{recipe}: every GPU has compute capability {version(needed)} or more")

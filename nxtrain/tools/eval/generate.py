@@ -89,7 +89,9 @@ class Stops:
     """Filter that ends a text before the first stop text; `has_ended` is True once there was one."""
 
     def __init__(self, texts: Sequence[str]) -> None:
-        self._texts, self._held, self.has_ended = tuple(texts), "", False
+        self._texts = tuple(texts)
+        self._held = ""
+        self.has_ended = False
 
     def add(self, text: str) -> str:
         """Append text and return the part to show: all before a stop text, or before an end that may begin one."""
@@ -132,7 +134,9 @@ class Continuation:
         stops: Sequence[str] = (),
         seed: int = 0,
     ) -> None:
-        self.ids, self.count, self._ends = tuple(ids), count, ends
+        self.ids = tuple(ids)
+        self.count = count
+        self._ends = ends
         self._detokenizer, self._stops = Detokenizer(tokenizer), Stops(stops)
         self.generator = torch.Generator().manual_seed(seed)
         self.prompt = self._detokenizer.add(self.ids, is_whole=True)

@@ -194,7 +194,8 @@ def adapter(scorer: Scorer | LedScorer, seed: int = 0) -> Any:
             def keep(number: int, score: Likelihood) -> None:
                 self.cache_hook.add_partial("loglikelihood_rolling", asked[number], score.nats)
 
-            return [score.nats for score in scorer.rolling([text for (text,) in asked], done=keep)]
+            texts = [text for (text,) in asked]
+            return [score.nats for score in scorer.rolling(texts, done=keep)]
 
         def generate_until(self, requests: Sequence[Any]) -> list[str]:
             return _continued(scorer, [request.args for request in requests], self.cache_hook.add_partial, seed)

@@ -43,7 +43,9 @@ class PairsTask:
         corpus = PreparedCorpus(path)
         if not corpus.has_pairs or len(corpus) < 2 or len(corpus) % 2:  # noqa: PLR2004 - answers of a pair
             raise DataError(f"{path} holds no pairs; prepare them with nxtrain data prepare --pairs")
-        self._corpus, self._reference, self._beta = corpus, reference, beta
+        self._corpus = corpus
+        self._reference = reference
+        self._beta = beta
         self._num_pairs = min(limit or len(corpus), len(corpus) // 2)
         self._by_reference: NDArray[np.float64] | None = None
         given = (corpus.identity, "" if reference is None else reference.identity, beta, self._num_pairs)

@@ -107,7 +107,9 @@ def _path(curve: Curve, x_range: tuple[float, float], y_range: tuple[float, floa
     values = curve.values[indices]
     low, high = y_range
     if is_log:
-        values, low, high = np.log(values), math.log(low), math.log(high)
+        values = np.log(values)
+        low = math.log(low)
+        high = math.log(high)
     x = (WIDTH * (curve.steps[indices] - x_range[0]) / (x_range[1] - x_range[0])).tolist()
     y = (HEIGHT * (high - values) / (high - low)).tolist()
     if curve.is_marks or len(y) == 1:

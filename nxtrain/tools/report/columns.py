@@ -186,7 +186,9 @@ class _ColumnsReader:
 
     def columns(self) -> Columns:
         """The columns of all blocks."""
-        whole = {key: np.concatenate([np.empty(0), *(table[key] for table in self._tables)]) for key in KEYS}
+        whole = {}
+        for key in KEYS:
+            whole[key] = np.concatenate([np.empty(0), *(table[key] for table in self._tables)])
         steps = whole.pop("step")
         order = np.arange(len(steps))
         if len(steps) > 1 and not np.all(np.diff(steps) > 0):

@@ -99,7 +99,9 @@ def some_ranks(plan: Resolved, world: int) -> list[int]:
 
     Of several pipeline stages the first and the last rank of each, since only ranks of one stage can be compared.
     """
-    tp, cp, pp = plan.config.parallel.tp, plan.config.parallel.cp, plan.config.parallel.pp
+    tp = plan.config.parallel.tp
+    cp = plan.config.parallel.cp
+    pp = plan.config.parallel.pp
     stage = world // pp
     ranks = {0, 1, tp - 1, tp, tp * cp - 1, tp * cp, world // 2 + 1, world - 1}
     for first in range(0, world, stage):

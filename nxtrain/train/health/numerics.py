@@ -33,9 +33,12 @@ NON_FINITE = "non_finite.jsonl"
 VOTES = "votes.jsonl"
 UNRECORDED = "skipped_unrecorded"
 """Key of the checkpoint's stability state for skipped steps that no record contains yet."""
-SPIKES, ALARMS, ROUTERS = "spikes", "alarms", "routers"
-"""Keys of the checkpoint's stability state: spikes of the gradient norm, alarms without a record, and findings about
-routers."""
+SPIKES = "spikes"
+"""Key of the checkpoint's stability state for spikes of the gradient norm."""
+ALARMS = "alarms"
+"""Key of the checkpoint's stability state for alarms without a record."""
+ROUTERS = "routers"
+"""Key of the checkpoint's stability state for findings about routers."""
 MOST_ALARMS = 3
 """Most alarms whose texts a record contains, the first since the record before."""
 HOPELESS = 50

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Set
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 
@@ -106,7 +107,7 @@ def _late_on_device(answers: Mapping[int, Beat]) -> tuple[list[int], str]:
     A rank that waits in a collective itself is named only if all late ranks do.
     """
     reasons: dict[int, str] = {}
-    for name in sorted({name for beat in answers.values() for name in beat.queued}):
+    for name in sorted(set(chain.from_iterable(beat.queued for beat in answers.values()))):
         queued = {rank: beat.queued[name] for rank, beat in answers.items() if name in beat.queued}
         number = max(entry.number for entry in queued.values())
         waiting = [rank for rank, entry in queued.items() if entry.number == number > entry.done]

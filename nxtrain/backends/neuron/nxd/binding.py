@@ -80,12 +80,15 @@ class NxdBinding(Binding):
             stride = 1
             if {(segment.size, segment.replicas) for segment in spec.segments} == {(spec.segments[0].size, 1)}:
                 stride = len(spec.segments)
+            dim, num_partitions = -1, 1
+            if spec.dim is not None:
+                dim, num_partitions = spec.dim, tp.size
             set_tensor_model_parallel_attributes(
                 tensor=parameter,
                 is_parallel=spec.dim is not None,
-                dim=-1 if spec.dim is None else spec.dim,
+                dim=dim,
                 stride=stride,
-                num_partitions=1 if spec.dim is None else tp.size,
+                num_partitions=num_partitions,
             )
             vars(parameter).update(sequence_parallel_enabled=spec.partial_gradient, shared=spec.tied_to is not None)
 

@@ -6,6 +6,8 @@ trn2 if tp takes half of the node.
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch.distributed as dist
 from neuronx_distributed.parallel_layers.parallel_state import (
     destroy_model_parallel,
@@ -48,7 +50,7 @@ def rank_order(*, tp: int, pp: int, lnc: int) -> tuple[int, ...]:
             f"{error}; use another parallel.tp, or backend.layers=native"
         ) from error
     world = dist.get_world_size()
-    order = tuple(rank for group in found.tp_groups for rank in group)
+    order = tuple(chain.from_iterable(found.tp_groups))
     if sorted(order) != list(range(world)):
         raise BackendError(f"NeuronX Distributed's tensor parallel groups share ranks or lack some: {found.tp_groups}")
     mesh = Mesh.build(world, dist.get_rank(), tp=tp, pp=pp, order=order)

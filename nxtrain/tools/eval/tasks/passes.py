@@ -15,7 +15,10 @@ from typing import Any
 
 def programs(resps: Sequence[Sequence[str]], docs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Programs to run: the prompt of each problem, continued by each sample."""
-    return [[doc["prompt"] + sample for sample in samples] for samples, doc in zip(resps, docs, strict=True)]
+    continued = []
+    for samples, doc in zip(resps, docs, strict=True):
+        continued.append([doc["prompt"] + sample for sample in samples])
+    return continued
 
 
 def pass_at_k(references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int]) -> dict[str, float]:
