@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor, nn
 
 from nxtrain.backends.base import Backend
@@ -29,13 +30,17 @@ from nxtrain.train.reference import LogProbs
 from nxtrain.train.step import eval_step, train_step
 from tests.support.conversations import VOCABULARY
 from tests.support.corpora import write_tokenizer
-from tests.support.drawn import SEED
+from tests.support.drawn import SEED, one_in
+from tests.support.drawn_fp16 import WORSE, root_mean_square
 from tests.support.drawn_runs import error_of, failures
+from tests.support.labelled import DrawnLabelled, labelled_on_rank, wanted_of_labelled
 from tests.support.layouts import Degrees, covering_array
 from tests.support.models import changed, weights_of
+from tests.support.narrow_pairs import OnRank, both_references, distances, of_all, on_rank, step_of_torch
 from tests.support.pairs import (
     DrawnPairs,
     PairCourse,
+    answers_in,
     counts_of,
     described_pairs,
     draw_pairs,
@@ -82,6 +87,108 @@ def test_a_drawn_run_on_pairs_of_any_layout_equals_one_process(ranks: RankPool, 
     for course in courses:
         assert [others["pairs"] for others in course.others] == counts_of(run)
         assert course.others == courses[0].others
+
+
+QUANTIZED = [
+    ("dpo", Degrees(tp=2, dp=2, shard="zero1", sequence_parallel=True)),
+    ("kto", Degrees(dp=2, shard="full")),
+    ("orpo", Degrees(pp=2)),
+    ("dpo", Degrees()),
+    ("kto", Degrees(tp=2, pp=2)),
+    ("orpo", Degrees(dp=2, shard="grad_op")),
+]
+
+
+@pytest.mark.parametrize(
+    "index", one_in(3, range(len(QUANTIZED))), ids=lambda index: "-".join(map(str, QUANTIZED[index]))
+)
+def test_objectives_above_quantized_weights_equal_peft_above_restored_ones(ranks: RankPool, index: int) -> None:
+    objective, degrees = QUANTIZED[index]
+    drawn = draw_pairs("quantized pairs", SEED, 2 * index, degrees, quantized=True)
+    run = replace(drawn, finetune=(*drawn.finetune, ("objective", objective)))
+    if objective == "kto":
+        labelled = DrawnLabelled(**vars(run))
+        courses = ranks.run(degrees.world, labelled_on_rank, labelled, run.weights())
+        errors = [(run, error_of(courses, wanted_of_labelled(labelled), run))]
+    else:
+        courses = ranks.run(degrees.world, pairs_on_rank, run, run.weights())
+        errors = [(run, error_of(courses, wanted_of_pairs(run), run))]
+    assert not failures(errors), (failures(errors), described_pairs(run))
+
+
+# --- bf16 ----------------------------------------------------------------------------------------------------------
+
+OBJECTIVES = ("dpo", "orpo", "kto")
+IN_BF16 = [Degrees(), Degrees(tp=2, sequence_parallel=True), Degrees(pp=2), Degrees(dp=2, shard="full")]
+
+
+def draw_narrow(objective: str, index: int, degrees: Degrees, *, method: str) -> DrawnPairs:
+    """One run of an objective in bf16, whose first step has answers."""
+    while True:
+        run = draw_pairs("narrow", SEED, index, degrees, quantized=method == "qlora", bf16=True)
+        run = replace(run, finetune=(*run.finetune, ("objective", objective), ("method", method)))
+        if objective == "kto":
+            run = DrawnLabelled(**vars(run))
+        if sum(answers_in(run.rows()[0])) > 1:
+            return run
+        index += 2000
+
+
+@pytest.mark.parametrize("number", [3, pytest.param(24, marks=pytest.mark.slow)])
+def test_answers_and_gradients_in_bf16_are_as_exact_as_those_of_transformers(ranks: RankPool, number: int) -> None:
+    """Over all runs: of a single number, chance decides which rounding is the smaller."""
+    of_answers: list[list[float]] = [[], []]
+    for objective in OBJECTIVES:
+        of_gradients: list[list[float]] = [[], []]
+        for index in range(number):
+            method = ("lora", "full", "qlora")[index % 3]
+            run = draw_narrow(objective, 2 * index + (method == "full"), IN_BF16[index % len(IN_BF16)], method=method)
+            exact = step_of_torch(run, torch.float64)
+            ours = of_all(ranks.run(run.degrees.world, on_rank, run), run)
+            for side, narrow in enumerate((ours, step_of_torch(run, torch.bfloat16))):
+                answers, grads = distances(narrow, exact, run)
+                of_answers[side] += answers
+                of_gradients[side].append(grads)
+        mine, theirs = map(root_mean_square, of_gradients)
+        assert mine <= WORSE * theirs, objective
+    mine, theirs = map(root_mean_square, of_answers)
+    assert mine <= WORSE * theirs
+
+
+def rounded_on_rank(backend: Backend, run: DrawnPairs) -> OnRank:
+    """First step of a rank that adds up the tokens of an answer in the type of the model."""
+    sound = Preferences.log_probs
+    with patch.object(Preferences, "log_probs", lambda *args: sound(*args).bfloat16().float()):
+        return on_rank(backend, run)
+
+
+def test_answers_that_are_summed_in_bf16_are_seen(ranks: RankPool) -> None:
+    run = draw_narrow("dpo", 1, Degrees(), method="full")
+    exact = step_of_torch(run, torch.float64)
+    steps = [of_all(ranks.run(1, body, run), run) for body in (on_rank, rounded_on_rank)]
+    steps.append(step_of_torch(run, torch.bfloat16))
+    sound, rounded, theirs = (root_mean_square(distances(step, exact, run)[0]) for step in steps)
+    assert sound <= WORSE * theirs < rounded
+
+
+COPIES = [
+    ("lora", Degrees(tp=2, sequence_parallel=True)),
+    ("qlora", Degrees()),
+    ("lora", Degrees(pp=2)),
+    ("qlora", Degrees(dp=2, shard="full")),
+]
+
+
+@pytest.mark.parametrize("index", one_in(2, range(len(COPIES))), ids=lambda index: "-".join(map(str, COPIES[index])))
+@pytest.mark.parametrize("params", ["fp32", "bf16"])
+def test_the_frozen_base_is_the_reference_that_a_second_copy_is(ranks: RankPool, index: int, params: str) -> None:
+    method, degrees = COPIES[index]
+    is_narrow = params == "bf16"
+    run = draw_pairs("copies", SEED, 2 * index, degrees, quantized=method == "qlora", bf16=is_narrow)
+    run = replace(run, finetune=(*run.finetune, ("objective", "dpo"), ("method", method)))
+    for by_base, by_copy in ranks.run(degrees.world, both_references, run):
+        assert (by_base.loss, by_base.norm) == (by_copy.loss, by_copy.norm)
+        assert all(torch.equal(by_base.shards[name], grad) for name, grad in by_copy.shards.items())
 
 
 # --- mutants -------------------------------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ def given_of(drawn: DrawnLabelled) -> list[Given]:
 
 
 def kto_of(config: FinetuneConfig, model: nn.Module, rows: list[JudgedRow], given: Given, seq_len: int) -> Tensor:
-    """Mean of the objective over the answers, by equations 6 to 8 of the paper."""
+    """Mean of the objective over the answers."""
     answers, others = alone(rows, seq_len), alone(other_answers(rows), seq_len)
     of_answers, of_others = given
     divergence = 0.0
@@ -153,7 +153,11 @@ def kto_of(config: FinetuneConfig, model: nn.Module, rows: list[JudgedRow], give
                     of_others = log_probs_of(model, others)
         if of_others is not None and len(others.inputs):
             divergence = max(0.0, float((log_probs_of(model, others) - of_others).mean()))
-    ratios = log_probs_of(model, answers) - of_answers
+    return kto_at(config, log_probs_of(model, answers) - of_answers, rows, divergence)
+
+
+def kto_at(config: FinetuneConfig, ratios: Tensor, rows: list[JudgedRow], divergence: float) -> Tensor:
+    """Mean of the objective over the answers at their log-ratios, by equations 6 to 8 of the paper."""
     labels = torch.tensor([answer.is_desirable for row in rows for answer in row])
     desirable = config.desirable_weight * (1 - torch.sigmoid(config.beta * (ratios - divergence)))
     undesirable = config.undesirable_weight * (1 - torch.sigmoid(config.beta * (divergence - ratios)))

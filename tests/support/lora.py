@@ -55,9 +55,9 @@ def draw_adapters(lane: str, seed: int, index: int, degrees: Degrees = ONE, **ki
     return replace(run, finetune=tuple(values.items()))
 
 
-def draw_quantized(lane: str, seed: int, index: int, degrees: Degrees = ONE) -> DrawnAdapters:
+def draw_quantized(lane: str, seed: int, index: int, degrees: Degrees = ONE, **kinds: Any) -> DrawnAdapters:
     """One run whose ranks hold whole blocks of NF4; other sizes than widths are those of `draw_adapters`."""
-    drawn = draw_adapters(lane, seed, index, degrees)
+    drawn = draw_adapters(lane, seed, index, degrees, **kinds)
     rng, tp = Random(f"quantized/{lane}/{seed}/{index}"), degrees.tp
     heads = tp * rng.choice((1, 2, 4))
     divisors = [n for n in range(1, heads + 1) if heads % n == 0 and (n % tp == 0 or tp % n == 0)]

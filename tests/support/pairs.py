@@ -28,7 +28,15 @@ from nxtrain.train.trainer import on_device
 from tests.support.drawn import draw
 from tests.support.drawn_runs import first_weights
 from tests.support.layouts import ONE, Degrees
-from tests.support.lora import DrawnAdapters, adapters_of, draw_adapters, our_name, with_adapters
+from tests.support.lora import (
+    DrawnAdapters,
+    adapters_of,
+    draw_adapters,
+    draw_quantized,
+    our_name,
+    restored,
+    with_adapters,
+)
 from tests.support.models import changed
 from tests.support.parity import Course, reference, start
 
@@ -80,12 +88,19 @@ def drawn_row(rng: Random, seq_len: int, vocab_size: int, most_pairs: int, *, ma
     return row + [IGNORE_INDEX] * (seq_len + 1 - len(row))
 
 
-def draw_pairs(lane: str, seed: int, index: int, degrees: Degrees = ONE, **kinds: bool) -> DrawnPairs:
-    """One run of a layout; see `draw`. Even draws train adapters, odd ones every weight."""
+def draw_pairs(
+    lane: str, seed: int, index: int, degrees: Degrees = ONE, *, quantized: bool = False, **kinds: bool
+) -> DrawnPairs:
+    """One run of a layout; see `draw`. Even draws train adapters, above quantized weights if so, odd ones all weights.
+
+    Drawn widths of quantized weights are those of `draw_quantized`.
+    """
     attempt = index
     while not SHORTEST <= draw(lane, seed, attempt, degrees, **kinds).resolved.config.train.seq_len <= LONGEST:
         attempt += 1000
     drawn = draw_adapters(lane, seed, attempt, degrees, **kinds)
+    if quantized:
+        drawn = draw_quantized(lane, seed, attempt, degrees, **kinds)
     rng = Random(f"objective/{lane}/{seed}/{index}")
     finetune: dict[str, Any] = {"objective": rng.choice(("dpo", "dpo", "orpo"))}
     finetune |= {
@@ -138,16 +153,22 @@ def log_probs_of(model: nn.Module, answers: Answered) -> Tensor:
 
 
 def objective_of(config: FinetuneConfig, model: nn.Module, answers: Answered, given: Tensor | None) -> Tensor:
-    """Mean of the objective over the pairs, by the formulas of the papers."""
+    """Mean of the objective over the pairs."""
     result = log_probs_of(model, answers)
+    if given is None and config.objective != "orpo":
+        with torch.no_grad(), model.disable_adapter():  # type: ignore[operator]
+            given = log_probs_of(model, answers)
+    return objective_at(config, result, answers.lengths, given)
+
+
+def objective_at(config: FinetuneConfig, result: Tensor, lengths: Tensor, given: Tensor | None) -> Tensor:
+    """Mean of the objective over the pairs at the log-probabilities of their answers, by the formulas of the papers."""
     if config.objective == "orpo":
-        means = result / answers.lengths
+        means = result / lengths
         chosen, rejected = means[::2], means[1::2]
         odds = torch.log(chosen.exp() / (1 - chosen.exp())) - torch.log(rejected.exp() / (1 - rejected.exp()))
         return (-chosen - config.orpo_lambda * torch.log(torch.sigmoid(odds))).mean()
-    if given is None:
-        with torch.no_grad(), model.disable_adapter():  # type: ignore[operator]
-            given = log_probs_of(model, answers)
+    assert given is not None
     ratios = result - given
     margin = config.beta * (ratios[::2] - ratios[1::2])
     smoothing = config.label_smoothing
@@ -164,6 +185,8 @@ def wanted_of_pairs(drawn: DrawnPairs) -> Course:
 def course_of_answers(drawn: DrawnPairs, loss_of: Callable[[nn.Module, int], Tensor]) -> Course:
     """The course of transformers or PEFT by a loss of the model and the step."""
     weights = drawn.weights()
+    if drawn.objective.method == "qlora":
+        weights = restored(weights)
 
     def wrap(model: nn.Module) -> nn.Module:
         return with_adapters(drawn.resolved, weights, model) if drawn.objective.adapts else model

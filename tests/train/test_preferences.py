@@ -60,6 +60,7 @@ class Folder:
 
 
 LORA = ("finetune.method=lora", "finetune.r=4", "finetune.alpha=8")
+QLORA = ("finetune.method=qlora", "finetune.r=4", "finetune.alpha=8", "precision.type=mixed_precision")
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +68,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return Folder(tmp_path_factory.mktemp("preferences"))
 
 
-def test_adapters_learn_a_preference_and_go_on_from_a_checkpoint_exactly(folder: Folder) -> None:
-    folder.train("lora", *LORA)
-    assert folder.losses("lora")[0] == pytest.approx(0.693147, abs=1e-6), "a new adapter is the reference itself"
-    folder.train("parts", *LORA, "train.steps=3", f"optim.decay_steps={STEPS}")
-    folder.train("parts", *LORA)
-    assert folder.losses("parts") == folder.losses("lora")
-    result = [load_file(folder.path / name / ADAPTER_DIR / "adapter_model.safetensors") for name in ("lora", "parts")]
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_adapters_learn_a_preference_and_go_on_from_a_checkpoint_exactly(folder: Folder, method: str) -> None:
+    """In float32, and above quantized weights in bf16."""
+    adapted, parts = QLORA if method == "qlora" else LORA, f"parts-{method}"
+    folder.train(method, *adapted)
+    assert folder.losses(method)[0] == pytest.approx(0.693147, abs=1e-6), "a new adapter is the reference itself"
+    folder.train(parts, *adapted, "train.steps=3", f"optim.decay_steps={STEPS}")
+    folder.train(parts, *adapted)
+    assert folder.losses(parts) == folder.losses(method)
+    result = [load_file(folder.path / name / ADAPTER_DIR / "adapter_model.safetensors") for name in (method, parts)]
     assert result[0].keys() == result[1].keys()
     assert all((result[0][name] == result[1][name]).all() for name in result[0])
     assert not folder.references
-    last = folder.records("lora")[-1]
+    last = folder.records(method)[-1]
     assert {
         "pairs",
         "targets",
