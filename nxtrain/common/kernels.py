@@ -185,7 +185,7 @@ class Kernels(ABC):
     """Operations with an implementation for each kind of device.
 
     Attributes:
-        host_may_look: The host can read a number in the middle of an update at no cost.
+        host_may_look: The host can read a number in the middle of a step at no cost.
         sums_lists: `square_sums` takes few launches for many tensors, and adds up short sums.
         makes_zeros: Zeros that the device makes have memory of their own, and are no constants of a graph.
         adds_products: `add_product` needs no memory for the product.

@@ -65,13 +65,12 @@ def dispatch(  # 8 arguments: tokens, their routing, the experts, the limit of a
     Returns:
         (T, D); with a sharded intermediate size, a partial sum over the tensor parallel ranks.
     """
+    grouping = kernels.grouping(x.dtype, experts.sizes)
     if expert_parallel is None:
-        grouping = kernels.grouping(x.dtype, experts.sizes)
         rows, heights = sorted_rows(indices, num_experts, capacity, grouping)
         own, scale = rows.spread(x), rows.weights(weights)
         groups = RowGroups.of(heights, grouping)
         return rows.collect(experts.of_groups(own, scale, groups, kernels))
-    grouping = kernels.grouping(x.dtype, experts.sizes)
     rows, counts = sorted_rows(indices, num_experts, capacity)
     exchange = expert_parallel.exchange(counts, grouping)
     own, scale = exchange.send(rows.spread(x)), exchange.send(rows.weights(weights))

@@ -75,8 +75,7 @@ class ExpertParallel:
         """
         size = self.axis.size
         of_experts = self.comm.all_to_all(counts, self.axis).view(size, -1)
-        sent, received = torch.stack([counts.view(size, -1), of_experts]).tolist()
-        rows = RowCounts(tuple(map(sum, sent)), tuple(map(sum, received)))
+        rows = _read(counts.view(size, -1), of_experts)
         experts = torch.arange(of_experts.shape[1], device=counts.device).repeat(size)
         experts = experts.repeat_interleave(of_experts.flatten(), output_size=sum(rows.received))
         in_order, heights = sorted_rows(experts.unsqueeze(1), of_experts.shape[1], grouping=grouping)
@@ -117,3 +116,9 @@ class ExpertParallel:
         """Rows of this rank, from all experts: (E / ep, ep * C, ...) to (E, C, ...)."""
         of_ranks = blocks.unflatten(1, (self.axis.size, -1)).transpose(0, 1).flatten(0, 1)
         return all_to_all(of_ranks, self.comm, self.axis)
+
+
+def _read(sent: Tensor, received: Tensor) -> RowCounts:
+    """Numbers of rows that this rank exchanges with each rank, of (ep, E / ep) rows of each expert."""
+    of_sent, of_received = torch.stack([sent, received]).tolist()
+    return RowCounts(tuple(map(sum, of_sent)), tuple(map(sum, of_received)))

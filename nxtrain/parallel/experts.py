@@ -103,7 +103,12 @@ class Experts(nn.Module):
         matrices = ExpertMatrices(
             self.gate_up_proj.weight, self.down_proj.weight, self.num_own, *updates, biases=biases, unit=self._unit
         )
-        if tp.comm.lazy or tp.kernels.static_shapes or torch.compiler.is_compiling():
+        is_static = tp.comm.lazy or tp.kernels.static_shapes or torch.compiler.is_compiling()
+        if capacity is not None and not tp.kernels.host_may_look:
+            # Blocks as large as the capacity, where the host would wait for numbers of rows.
+            grouping = tp.kernels.grouping(x.dtype, matrices.sizes)
+            is_static = is_static or grouping.counted or self._expert_parallel is not None
+        if is_static:
             out = static_dispatch(*tokens, matrices, self._num_experts, capacity, self._expert_parallel)
         else:
             out = dispatch(*tokens, matrices, self._num_experts, tp.kernels, capacity, self._expert_parallel)
