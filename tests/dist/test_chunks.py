@@ -18,7 +18,7 @@ from nxtrain.nn.mlp import GatedMLP
 from nxtrain.parallel.regions import TensorParallel
 from tests.dist.test_remat import started
 from tests.support.drawn import SEED, Drawn, draw, one_in
-from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted
+from tests.support.drawn_runs import check_drawn, error_of, failures, first_weights, ours, wanted
 from tests.support.layouts import Degrees
 from tests.support.lora import all_weights, draw_adapters, draw_quantized, wanted_of_peft, with_keys
 from tests.support.memory import returns_pages, rise_bytes
@@ -71,8 +71,7 @@ def test_a_drawn_run_in_chunks_equals_transformers(ranks: RankPool, index: int) 
     policy = ("selective", "full")[index // 2 % 2]
     run = with_keys(draw("chunks", SEED, index, LAYOUTS[index]), train__remat=policy)  # type: ignore[arg-type]
     actual = ranks.run(run.degrees.world, run_in_chunks, run, first_weights(run))
-    errors = [(run, error_of([course for course, _ in actual], wanted(run), run))]
-    assert not failures(errors), failures(errors)
+    check_drawn([course for course, _ in actual], wanted(run), run)
     has_chunks = run.degrees.schedule != "zero_bubble" and run.resolved.config.train.seq_len > run.degrees.cp
     assert all(bool(calls) == has_chunks for _, calls in actual)
 
@@ -87,8 +86,7 @@ def test_a_run_without_a_transfer_would_be_noticed(ranks: RankPool, broken: str)
 def test_a_drawn_run_above_quantized_weights_equals_peft(ranks: RankPool) -> None:
     run = with_keys(draw_quantized("chunks", SEED, 0, LAYOUTS[0]), train__remat="full")
     result = ranks.run(run.degrees.world, run_in_chunks, run, all_weights(run))
-    errors = [(run, error_of([course for course, _ in result], wanted_of_peft(run), run))]
-    assert not failures(errors), failures(errors)
+    check_drawn([course for course, _ in result], wanted_of_peft(run), run)
     assert all(calls for _, calls in result)
 
 
@@ -96,8 +94,7 @@ def test_a_drawn_run_above_quantized_weights_equals_peft(ranks: RankPool) -> Non
 def test_a_drawn_run_of_adapters_in_chunks_equals_peft(ranks: RankPool, index: int) -> None:
     run = with_keys(draw_adapters("chunks", SEED, index, LAYOUTS[index]), train__remat="selective")
     result = ranks.run(run.degrees.world, run_in_chunks, run, all_weights(run))
-    errors = [(run, error_of([course for course, _ in result], wanted_of_peft(run), run))]
-    assert not failures(errors), failures(errors)
+    check_drawn([course for course, _ in result], wanted_of_peft(run), run)
     assert all(calls for _, calls in result)
 
 

@@ -16,7 +16,7 @@ from tests.support.drawn import SEED, Drawn, draw, one_in
 from tests.support.drawn_ramps import sizes
 from tests.support.drawn_runs import (
     across_a_checkpoint,
-    error_of,
+    check_drawn,
     error_of_command,
     failures,
     first_weights,
@@ -41,8 +41,7 @@ INDICES = [
 def test_a_drawn_run_of_any_layout_equals_transformers(ranks: RankPool, index: int) -> None:
     run = draw("gloo", SEED, index, LAYOUTS[index])
     courses = ranks.run(run.degrees.world, ours, run, first_weights(run))
-    errors = [(run, error_of(courses, wanted(run), run))]
-    assert not failures(errors), failures(errors)
+    check_drawn(courses, wanted(run), run)
 
 
 CONTEXT = covering_array(SEED, 48, cp=True)
@@ -52,8 +51,7 @@ CONTEXT = covering_array(SEED, 48, cp=True)
 def test_a_drawn_run_with_context_parallelism_equals_transformers(ranks: RankPool, index: int) -> None:
     run = draw("cp", SEED, index, CONTEXT[index])
     courses = ranks.run(run.degrees.world, ours, run, first_weights(run))
-    errors = [(run, error_of(courses, wanted(run), run))]
-    assert not failures(errors), failures(errors)
+    check_drawn(courses, wanted(run), run)
 
 
 RAMPED = ramped_layouts(SEED)[:16]

@@ -18,7 +18,7 @@ from nxtrain.nn import lora
 from nxtrain.nn.lora import EXPERT_TARGETS
 from nxtrain.parallel import expert_products
 from tests.support.drawn import SEED
-from tests.support.drawn_runs import error_of, failures, ours, ours_in_static_shapes
+from tests.support.drawn_runs import check_drawn, error_of, failures, ours, ours_in_static_shapes
 from tests.support.layouts import Degrees
 from tests.support.lora import DrawnAdapters, all_weights, described, draw_adapters, wanted_of_peft, with_keys
 from tests.support.models import MIXTURES
@@ -49,8 +49,7 @@ def draw(index: int, degrees: Degrees) -> DrawnAdapters:
 def test_adapters_of_experts_equal_those_of_peft(ranks: RankPool, index: int) -> None:
     run = draw(index, LAYOUTS[index])
     courses = ranks.run(run.degrees.world, ours, run, all_weights(run))
-    errors = [(run, error_of(courses, wanted_of_peft(run), run))]
-    assert not failures(errors), (failures(errors), described(run))
+    check_drawn(courses, wanted_of_peft(run), run, described(run))
 
 
 @pytest.mark.parametrize("index", [0, 1, 3])
@@ -58,8 +57,7 @@ def test_adapters_of_experts_equal_those_of_peft(ranks: RankPool, index: int) ->
 def test_blocks_of_equal_size_have_the_same_adapters(ranks: RankPool, index: int, dispatch: str) -> None:
     run = with_keys(draw(index, LAYOUTS[index]), model__moe_dispatch=dispatch, model__moe_capacity_factor=16.0)
     courses = ranks.run(run.degrees.world, ours_in_static_shapes, run, all_weights(run))
-    errors = [(run, error_of(courses, wanted_of_peft(run), run))]
-    assert not failures(errors), (failures(errors), described(run))
+    check_drawn(courses, wanted_of_peft(run), run, described(run))
 
 
 def with_defect(backend: Backend, run: DrawnAdapters, weights: dict[str, Tensor], defect: str) -> Course:

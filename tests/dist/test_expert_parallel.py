@@ -30,7 +30,7 @@ from nxtrain.parallel.regions import TensorParallel
 from nxtrain.train.step import train_step
 from tests.support.contract_experts import drawn_indices, exact_mixture
 from tests.support.drawn import SEED, Drawn, draw, one_in
-from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted
+from tests.support.drawn_runs import check_drawn, first_weights, ours, wanted
 from tests.support.layouts import covering_array
 from tests.support.models import hf_model, weights_of
 from tests.support.parity import (
@@ -238,8 +238,7 @@ LAYOUTS = covering_array(SEED, 48, ep=True)
 def test_a_drawn_run_with_divided_experts_equals_transformers(ranks: RankPool, index: int) -> None:
     run = draw("ep-mixtures", SEED, index, LAYOUTS[index])
     courses = ranks.run(run.degrees.world, ours, run, first_weights(run))
-    errors = [(run, error_of(courses, wanted(run), run))]
-    assert not failures(errors), failures(errors)
+    check_drawn(courses, wanted(run), run)
 
 
 def in_multiples(backend: Backend, run: Drawn, weights: dict[str, Tensor]) -> Course:
@@ -251,8 +250,7 @@ def test_experts_with_multiples_of_rows_get_the_rows_of_all_ranks(ranks: RankPoo
     layout_of_pair = next(one for one in LAYOUTS if one.world == 2 and one.ep == 2)
     run = draw("ep-multiples-mixtures", SEED, 0, layout_of_pair)
     courses = ranks.run(run.degrees.world, in_multiples, run, first_weights(run))
-    errors = [(run, error_of(courses, wanted(run), run))]
-    assert not failures(errors), failures(errors)
+    check_drawn(courses, wanted(run), run)
 
 
 class CountsExchanges(C10dCollectives):

@@ -13,7 +13,7 @@ from nxtrain.backends.ranged_attention import SinkAttention
 from nxtrain.parallel.expert_products import ClampedUnit
 from nxtrain.parallel.linear import RowLinear
 from tests.support.drawn import SEED, Drawn, draw
-from tests.support.drawn_runs import error_of, failures, first_weights, ours, ours_in_static_shapes, wanted
+from tests.support.drawn_runs import check_drawn, error_of, failures, first_weights, ours, ours_in_static_shapes, wanted
 from tests.support.layouts import Degrees
 from tests.support.parity import Course
 from tests.support.ranks import RankPool
@@ -42,16 +42,14 @@ def drawn(index: int, degrees: Degrees) -> Drawn:
 def test_a_drawn_run_equals_transformers(ranks: RankPool, index: int) -> None:
     run = drawn(index, LAYOUTS[index])
     courses = ranks.run(run.degrees.world, ours, run, first_weights(run))
-    errors = [(run, error_of(courses, wanted(run), run))]
-    assert not failures(errors), failures(errors)
+    check_drawn(courses, wanted(run), run)
 
 
 @pytest.mark.parametrize("index", [0, 3, 4])
 def test_blocks_of_equal_size_compute_the_same(ranks: RankPool, index: int) -> None:
     run = drawn(index, LAYOUTS[index])
     courses = ranks.run(run.degrees.world, ours_in_static_shapes, run, first_weights(run))
-    errors = [(run, error_of(courses, wanted(run), run))]
-    assert not failures(errors), failures(errors)
+    check_drawn(courses, wanted(run), run)
 
 
 def defective(backend: Backend, run: Drawn, weights: dict[str, Tensor], defect: str) -> Course:

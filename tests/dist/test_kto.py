@@ -19,7 +19,7 @@ from nxtrain.train.kto import Kto
 from nxtrain.train.preferences import Pairs
 from nxtrain.train.step import TrainState, eval_step, train_step
 from tests.support.drawn import SEED
-from tests.support.drawn_runs import error_of, failures
+from tests.support.drawn_runs import check_drawn, error_of
 from tests.support.labelled import (
     DrawnLabelled,
     draw_labelled,
@@ -51,8 +51,7 @@ LAYOUTS = [
 def test_a_drawn_run_on_labelled_answers_of_any_layout_equals_one_process(ranks: RankPool, index: int) -> None:
     run = draw_labelled("labelled", SEED, index, LAYOUTS[index])
     courses: list[PairCourse] = ranks.run(run.degrees.world, labelled_on_rank, run, run.weights())
-    errors = [(run, error_of(courses, wanted_of_labelled(run), run))]
-    assert not failures(errors), (failures(errors), described_pairs(run))
+    check_drawn(courses, wanted_of_labelled(run), run, described_pairs(run))
     for course in courses:
         assert course.others == courses[0].others
         judged = [[answer for row in rows for answer in row] for rows in run.judged()]

@@ -24,7 +24,7 @@ from nxtrain.train.compatibility import RunInputs, meta_at
 from nxtrain.train.results import save_adapter
 from nxtrain.train.step import eval_step, train_step
 from tests.support.drawn import SEED, one_in
-from tests.support.drawn_runs import LOSS, error_of, failures, ours
+from tests.support.drawn_runs import LOSS, check_drawn, ours
 from tests.support.layouts import Degrees, covering_array
 from tests.support.lora import (
     DrawnAdapters,
@@ -91,8 +91,7 @@ def weights(resolved: Resolved, *, zero_b: bool = False) -> dict[str, Tensor]:
 def test_a_drawn_run_of_any_layout_equals_peft(ranks: RankPool, index: int) -> None:
     run = draw_adapters("lora", SEED, index, LAYOUTS[index])
     courses = ranks.run(run.degrees.world, ours, run, all_weights(run))
-    errors = [(run, error_of(courses, wanted_of_peft(run), run))]
-    assert not failures(errors), (failures(errors), described(run))
+    check_drawn(courses, wanted_of_peft(run), run, described(run))
 
 
 @pytest.mark.parametrize("index", one_in(2, range(len(QUANTIZED))), ids=lambda index: f"{index}-{QUANTIZED[index]}")
@@ -102,8 +101,7 @@ def test_a_drawn_run_above_quantized_weights_equals_peft_above_restored_ones(ran
         run = with_keys(run, parallel__shard_size=2, parallel__offload=True)
     courses = ranks.run(run.degrees.world, ours, run, all_weights(run))
     want = wanted_of_peft(run)
-    errors = [(run, error_of(courses, want, run))]
-    assert not failures(errors), (failures(errors), described(run))
+    check_drawn(courses, want, run, described(run))
     whole_base = replace(run, finetune=(*run.finetune, ("method", "lora")))
     assert abs(wanted_of_peft(whole_base).losses[0] - want.losses[0]) > 100 * LOSS
 
@@ -122,8 +120,7 @@ def test_adapters_of_attention_beside_frozen_experts_equal_peft(ranks: RankPool,
     run = draw_adapters("lora beside experts", SEED, index, BESIDE_EXPERTS[index], family=MIXTURES[index % 2])
     run = replace(run, finetune=(*run.finetune, ("targets", ("q_proj", "v_proj", "o_proj"))))
     courses = ranks.run(run.degrees.world, ours, run, all_weights(run))
-    errors = [(run, error_of(courses, wanted_of_peft(run), run))]
-    assert not failures(errors), (failures(errors), described(run))
+    check_drawn(courses, wanted_of_peft(run), run, described(run))
 
 
 OFFLOADED: list[tuple[Degrees, list[str]]] = [
@@ -142,8 +139,7 @@ def test_a_drawn_run_above_quantized_weights_with_state_on_the_host_equals_peft(
     degrees, offloaded = OFFLOADED[index]
     run = with_keys(draw_quantized("qlora on the host", SEED, index, degrees), parallel__offload=offloaded)
     courses = ranks.run(run.degrees.world, ours, run, all_weights(run))
-    errors = [(run, error_of(courses, wanted_of_peft(run), run))]
-    assert not failures(errors), (failures(errors), described(run))
+    check_drawn(courses, wanted_of_peft(run), run, described(run))
 
 
 ON_HOST = [Degrees(), Degrees(pp=2), Degrees(dp=2, shard="full"), Degrees(tp=2, sequence_parallel=True)]
@@ -252,8 +248,7 @@ def dropped_losses(backend: Backend, resolved: Resolved, given: dict[str, Tensor
 def test_masks_of_a_drawn_run_of_any_layout_are_those_of_one_rank(ranks: RankPool, index: int) -> None:
     run = with_dropout(draw_adapters("dropout", SEED, index, DROPPED[index]))
     courses = ranks.run(run.degrees.world, ours, run, all_weights(run))
-    errors = [(run, error_of(courses, wanted_of_one_rank(run), run))]
-    assert not failures(errors), (failures(errors), described(run))
+    check_drawn(courses, wanted_of_one_rank(run), run, described(run))
 
 
 def test_masks_leave_out_their_share_and_are_new_in_each_pass() -> None:

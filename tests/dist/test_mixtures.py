@@ -19,7 +19,7 @@ from nxtrain.parallel.experts import Experts
 from nxtrain.parallel.grads import Gradients
 from nxtrain.train.step import TrainState, train_step
 from tests.support.drawn import SEED, draw, one_in
-from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted
+from tests.support.drawn_runs import check_drawn, first_weights, ours, wanted
 from tests.support.layouts import covering_array
 from tests.support.models import MIXTURES, changed, hf_model, weights_of
 from tests.support.parity import (
@@ -42,8 +42,7 @@ LAYOUTS = [*covering_array(SEED + 1, 64), *covering_array(SEED + 1, 48, cp=True)
 def test_a_drawn_run_with_experts_equals_transformers(ranks: RankPool, index: int) -> None:
     run = draw("mixtures", SEED, index, LAYOUTS[index])
     courses = ranks.run(run.degrees.world, ours, run, first_weights(run))
-    errors = [(run, error_of(courses, wanted(run), run))]
-    assert not failures(errors), failures(errors)
+    check_drawn(courses, wanted(run), run)
 
 
 def whole_batch(ranks: RankPool, family: str) -> Gradient:

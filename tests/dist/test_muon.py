@@ -31,7 +31,7 @@ from tests.dist.test_checkpoint_shard_modes import SAVED, resumed, saved_tensors
 from tests.dist.test_update_rules import whole_of
 from tests.support.adamw import cut, part
 from tests.support.drawn import SEED, TRIES, Drawn, draw, one_in
-from tests.support.drawn_runs import error_of, failures, first_weights, ours, wanted
+from tests.support.drawn_runs import check_drawn, first_weights, ours, wanted
 from tests.support.layouts import Degrees, covering_array
 from tests.support.models import changed, random, weights_of
 from tests.support.parity import layout, start, table_of
@@ -228,20 +228,17 @@ def drawn(index: int, degrees: Degrees, lane: str = "muon") -> Drawn:
     return replace(result, index=index, overrides=(*result.overrides, *muon))
 
 
-def check_drawn(ranks: RankPool, indices: range) -> None:
-    layouts = covering_array(SEED, MORE_DRAWS)
-    errors = []
-    for index in indices:
-        case = drawn(index, layouts[index % len(layouts)])
-        courses = ranks.run(layouts[index % len(layouts)].world, ours, case, first_weights(case))
-        errors.append((case, error_of(courses, wanted(case), case)))
-    assert not failures(errors), failures(errors)
-
-
-@pytest.mark.parametrize("index", range(DRAWS))
+@pytest.mark.parametrize(
+    "index",
+    [*range(DRAWS), *(pytest.param(index, marks=pytest.mark.slow) for index in range(DRAWS, MORE_DRAWS))],
+)
 def test_drawn_runs_are_those_of_torchs_optimizers(ranks: RankPool, index: int) -> None:
     """Losses, norms and weights are within the bounds that hold for AdamW."""
-    check_drawn(ranks, range(index, index + 1))
+    layouts = covering_array(SEED, MORE_DRAWS)
+    degrees = layouts[index % len(layouts)]
+    case = drawn(index, degrees)
+    courses = ranks.run(degrees.world, ours, case, first_weights(case))
+    check_drawn(courses, wanted(case), case)
 
 
 @pytest.mark.parametrize("index", one_in(4, range(EXPERT_DRAWS)))
@@ -250,13 +247,7 @@ def test_drawn_runs_with_experts_are_those_of_torchs_optimizers(ranks: RankPool,
     degrees = covering_array(SEED + 3, EXPERT_DRAWS, ep=True)[index]
     case = drawn(index, degrees, "muon-ep-mixtures")
     courses = ranks.run(degrees.world, ours, case, first_weights(case))
-    errors = [(case, error_of(courses, wanted(case), case))]
-    assert not failures(errors), failures(errors)
-
-
-@pytest.mark.slow
-def test_more_drawn_runs_are_those_of_torchs_optimizers(ranks: RankPool) -> None:
-    check_drawn(ranks, range(DRAWS, MORE_DRAWS))
+    check_drawn(courses, wanted(case), case)
 
 
 def bytes_of_an_update(backend: Backend, resolved: Resolved, weights: Weights) -> tuple[tuple[int, int], ...]:

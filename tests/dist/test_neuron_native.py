@@ -20,7 +20,14 @@ from nxtrain.config.check import Resolved
 from nxtrain.parallel import experts
 from tests.support import fake_neuron
 from tests.support.drawn import SEED, Drawn, draw
-from tests.support.drawn_runs import ON_TORCHNEURON, error_of, failures, first_weights, on_torchneuron, ours, wanted
+from tests.support.drawn_runs import (
+    ON_TORCHNEURON,
+    check_drawn,
+    first_weights,
+    on_torchneuron,
+    ours,
+    wanted,
+)
 from tests.support.layouts import FULLY_SHARDED, Degrees
 from tests.support.lora import all_weights, described, draw_adapters, wanted_of_peft
 from tests.support.models import changed, weights_of
@@ -83,8 +90,7 @@ def test_a_drawn_run_equals_transformers(neuron: RankPool, index: int) -> None:
     """More of them: `scripts/fuzz.py SEED N --lane native`, which begins with these."""
     drawn = on_torchneuron(draw("native", SEED, index, ON_TORCHNEURON[index]))
     courses = neuron.run(drawn.degrees.world, ours, drawn, first_weights(drawn))
-    errors = [(drawn, error_of(courses, wanted(drawn), drawn))]
-    assert not failures(errors), failures(errors)
+    check_drawn(courses, wanted(drawn), drawn)
 
 
 @pytest.mark.parametrize("degrees", [Degrees(dp=2, ep=2, shard="zero1"), Degrees(tp=2)], ids=str)
@@ -92,8 +98,7 @@ def test_experts_have_the_same_shapes_in_every_step(neuron: RankPool, degrees: D
     """Dispatch that reads numbers of rows on the host is not reached, and the run equals transformers."""
     drawn = on_torchneuron(draw("native-mixtures", SEED, 0, degrees))
     courses = neuron.run(degrees.world, without_host_dispatch, drawn, first_weights(drawn))
-    errors = [(drawn, error_of(courses, wanted(drawn), drawn))]
-    assert not failures(errors), failures(errors)
+    check_drawn(courses, wanted(drawn), drawn)
 
 
 def without_host_dispatch(backend: Backend, drawn: Drawn, weights: dict[str, Tensor]) -> Course:
@@ -105,8 +110,7 @@ def without_host_dispatch(backend: Backend, drawn: Drawn, weights: dict[str, Ten
 def test_drawn_adapters_equal_peft(neuron: RankPool, degrees: Degrees) -> None:
     drawn = on_torchneuron(draw_adapters("native-lora", SEED, 0, degrees))
     courses = neuron.run(degrees.world, ours, drawn, all_weights(drawn))
-    errors = [(drawn, error_of(courses, wanted_of_peft(drawn), drawn))]
-    assert not failures(errors), (failures(errors), described(drawn))
+    check_drawn(courses, wanted_of_peft(drawn), drawn, described(drawn))
 
 
 def test_the_drawn_layouts_hold_every_way_to_shard_and_both_schedules() -> None:

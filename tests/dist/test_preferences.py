@@ -32,7 +32,7 @@ from tests.support.conversations import VOCABULARY
 from tests.support.corpora import write_tokenizer
 from tests.support.drawn import SEED, one_in
 from tests.support.drawn_fp16 import WORSE, root_mean_square
-from tests.support.drawn_runs import error_of, failures
+from tests.support.drawn_runs import check_drawn, error_of, failures
 from tests.support.labelled import DrawnLabelled, labelled_on_rank, wanted_of_labelled
 from tests.support.layouts import Degrees, covering_array
 from tests.support.models import changed, weights_of
@@ -82,8 +82,7 @@ SLOW = {1, 3, 5, 7, 12, 19}
 def test_a_drawn_run_on_pairs_of_any_layout_equals_one_process(ranks: RankPool, index: int) -> None:
     run = draw_pairs("pairs", SEED, index, LAYOUTS[index])
     courses: list[PairCourse] = ranks.run(run.degrees.world, pairs_on_rank, run, run.weights())
-    errors = [(run, error_of(courses, wanted_of_pairs(run), run))]
-    assert not failures(errors), (failures(errors), described_pairs(run))
+    check_drawn(courses, wanted_of_pairs(run), run, described_pairs(run))
     for course in courses:
         assert [others["pairs"] for others in course.others] == counts_of(run)
         assert course.others == courses[0].others

@@ -128,6 +128,12 @@ def failures(errors: Sequence[tuple[Drawn, Error]]) -> str:
     return "\n".join(f"{error}: {drawn.reproduce}" for drawn, error in errors if not error.is_parity)
 
 
+def check_drawn(courses: Sequence[Course], want: Course, drawn: Drawn, about: str = "") -> None:
+    """Refuse courses that are not those of the reference, with the command that repeats the run."""
+    failed = failures([(drawn, error_of(courses, want, drawn))])
+    assert not failed, (failed, about)
+
+
 LIMIT_S = 180
 
 
