@@ -220,15 +220,12 @@ class FullySharded(DataParallel):
         self._model.set_requires_all_reduce(last)
 
     def reduce(self) -> dict[str, Tensor]:
-        grads = {name: _local_grad(parameter) for name, parameter in self._parameters.items()}
-        for parameter in self._parameters.values():
+        grads = {}
+        for name, parameter in self._parameters.items():
+            assert parameter.grad is not None, "every parameter takes part in every step"
+            grads[name] = cast(DTensor, parameter.grad).to_local()
             parameter.grad = None
         return grads
 
     def publish(self) -> None:
         """Do nothing: the next forward pass gathers the shards."""
-
-
-def _local_grad(parameter: DTensor) -> Tensor:
-    assert parameter.grad is not None, "every parameter takes part in every step"
-    return cast(DTensor, parameter.grad).to_local()

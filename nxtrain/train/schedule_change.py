@@ -42,7 +42,10 @@ def rate_changes(meta: Meta, config: RunConfig) -> str:
     if not step or there is None:
         return ""
     old, new = there.at(step), here.at(step + 1)
-    if _courses_agree(there, here, step, config.train.steps):
+    # The next steps, and some up to the last.
+    last = config.train.steps
+    steps = (step + 1, *range(step + 2, last + 1, max(1, (last - step) // 64)), last)
+    if all(there.at(later) == here.at(later) for later in steps):
         return ""
     line = f"the learning rate was {old:.3g} at step {step} and is {new:.3g} at step {step + 1}; "
     line += here.describe(after=step)
@@ -64,9 +67,3 @@ def _schedule_there(meta: Meta) -> Schedule | None:
     except ValidationError:  # of another version
         return None
     return Schedule.of_keys(optim, meta.settings.get("train.steps", optim.decay_steps), meta.rewarm_after)
-
-
-def _courses_agree(there: Schedule, here: Schedule, step: int, last: int) -> bool:
-    """True if both schedules have equal rates at the next steps and at some steps up to the last."""
-    stride = max(1, (last - step) // 64)
-    return all(there.at(at) == here.at(at) for at in (step + 1, *range(step + 2, last + 1, stride), last))

@@ -117,7 +117,11 @@ class MergedFolder(HfFolder):
         self._updated = {peft_experts.weights_of(layer, mixture): layer for layer in sorted(adapter.layers)}
         self._whole = set[str]()
         if mixture is not None:
-            self._whole = {name for name in self.shapes if f".{mixture.module}." in name and _is_of_experts(name)}
+            for name in self.shapes:
+                # The matrices of experts and routers stay whole beside quantized ones.
+                is_expert = ".experts." in name or name.endswith(".gate.weight")
+                if is_expert and f".{mixture.module}." in name:
+                    self._whole.add(name)
         self._restored = "", torch.empty(0)
         self.dtype = dtype or self.dtype
         for weight, layer in self._updated.items():
@@ -319,11 +323,6 @@ def merged_adapter(folder: Path, base: Path | None = None) -> MergedFolder:
         raise ConfigError(f"{folder} is an adapter of {named}{given}; the base is a Hugging Face folder")
     adapter.require_base(HfFolder(path), f"the adapter in {folder}")
     return MergedFolder(path, adapter)
-
-
-def _is_of_experts(name: str) -> bool:
-    """True for the matrices of experts and routers, which stay whole beside quantized ones."""
-    return ".experts." in name or name.endswith(".gate.weight")
 
 
 def _base_folder(base: str) -> Path:

@@ -213,15 +213,11 @@ class C10dCollectives(Collectives):
     ) -> Pending[list[Tensor]]:
         if axis.size == 1:
             return Done([tensor.to(dtype) for tensor in tensors])
-        flat = self._pack(tensors, dtype)
-        return PendingParts(self._start_sum(flat, axis, scale), [tensor.shape for tensor in tensors])
-
-    def _pack(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Flat copy of the tensors, one after the other, in a type."""
-        flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors), dtype=dtype)
-        for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
+        sizes = [tensor.numel() for tensor in tensors]
+        flat = tensors[0].new_empty(sum(sizes), dtype=dtype)
+        for part, tensor in zip(flat.split(sizes), tensors, strict=True):
             part.view(tensor.shape).copy_(tensor)
-        return flat
+        return PendingParts(self._start_sum(flat, axis, scale), [tensor.shape for tensor in tensors])
 
     def _start_sum(self, flat: Tensor, axis: Axis, scale: float) -> Pending[Tensor]:
         """Start the sum of a bucket over an axis, in place."""

@@ -109,7 +109,8 @@ def rejoin(rejoined: int) -> bool:
     Returns:
         True if this process goes on as a rank of the next start; False if it must end.
     """
-    abort_groups()
+    if dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()  # no thread of this process waits in a group any longer
     gc.collect()  # a process group of gloo leaves its peers once nothing refers to the group
     for thread in threading.enumerate():
         if thread.name == WRITER:  # its files would meet those of the next start
@@ -139,9 +140,3 @@ def without_stacks(error: Exception) -> Exception:
         cause.__traceback__ = None
         causes += [other for other in (cause.__cause__, cause.__context__) if other is not None]
     return error
-
-
-def abort_groups() -> None:
-    """Abort all process groups, so that no thread of this process waits in them any longer."""
-    if dist.is_initialized():
-        dist.distributed_c10d._abort_process_group()

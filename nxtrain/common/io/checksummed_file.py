@@ -96,7 +96,8 @@ class ChecksummedWriter:
         """Append bytes; bytes that stay unchanged until `close` are written without a copy."""
         rest = np.frombuffer(data, np.uint8)
         while len(rest):
-            if stays and not self._filled and len(rest) >= BLOCK_BYTES and _address(rest) % _SECTOR_BYTES == 0:
+            is_block = stays and not self._filled and len(rest) >= BLOCK_BYTES
+            if is_block and rest.__array_interface__["data"][0] % _SECTOR_BYTES == 0:
                 self._send(rest.data, BLOCK_BYTES)
                 rest = rest[BLOCK_BYTES:]
                 continue
@@ -349,10 +350,6 @@ def _filled(source: ByteSource, view: memoryview, start: int, length: int) -> me
             raise DamagedError(source.name, "it became shorter while it was read")
         received += count
     return view[:length]
-
-
-def _address(array: np.ndarray) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 def _disable_direct_access(file: int) -> None:

@@ -141,7 +141,9 @@ class FolderStore:
 
     def put(self, name: str, content: bytes) -> None:
         with self._draft(name) as draft:
-            _write(draft, content)
+            write_durably(draft, lambda file: file.write_bytes(content))
+            if draft.read_bytes() != content:
+                raise DamagedError(draft, "it is not what was written")
 
     def upload(self, name: str, file: Path, stored: FileDigest) -> None:
         with self._draft(name) as draft:
@@ -204,9 +206,3 @@ class BucketStore:
     def delete(self, names: Iterable[str]) -> None:
         with self._service.explained(self.root):
             self._service.delete([self._prefix + name for name in names])
-
-
-def _write(path: Path, content: bytes) -> None:
-    write_durably(path, lambda file: file.write_bytes(content))
-    if path.read_bytes() != content:
-        raise DamagedError(path, "it is not what was written")

@@ -69,8 +69,11 @@ class PairSamples(Samples):
         lengths = np.concatenate([*corpus.lengths()]).reshape(-1, self._size).sum(axis=1)
         taken = np.arange(len(lengths))
         if held_out:
-            sides = np.array([is_held_out(self._content(pair), held_out) for pair in taken.tolist()])
-            taken = taken[sides == on_held_out_side]
+            sides = []
+            for pair in taken.tolist():
+                content = b"".join(map(corpus.content, self._answers(np.array([pair]))))
+                sides.append(is_held_out(content, held_out))
+            taken = taken[np.array(sides) == on_held_out_side]
         fitting = taken[lengths[taken] <= seq_len + 1]
         self.num_pairs, self.num_long = len(fitting), len(taken) - len(fitting)
         if not len(fitting):
@@ -165,9 +168,6 @@ class PairSamples(Samples):
         """Documents of items: the chosen and the rejected answer of each pair, or each answer."""
         documents: list[int] = (self._size * pairs[:, None] + np.arange(self._size)).ravel().tolist()
         return documents
-
-    def _content(self, pair: int) -> bytes:
-        return b"".join(map(self._corpus.content, self._answers(np.array([pair]))))
 
     def _refuse(self, lengths: Lengths) -> None:
         path = self._corpus.path

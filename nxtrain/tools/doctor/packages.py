@@ -27,8 +27,15 @@ def check_packages(machine: Machine | None) -> Iterator[Finding]:
     if machine is not None and machine.resource == NEURON:
         yield _neuron()
     package = sdk.installed("neuronx-distributed")
-    if package is not None and not package.placeholder:
-        yield _distributed()
+    if package is None or package.placeholder:
+        return
+    support = sdk.distributed_support()
+    if support.ok:
+        yield fine("nxd", support.reason)
+    else:
+        what, _, fix = support.reason.partition("; ")
+        why = "its layers are not used, or give wrong gradients silently"
+        yield fault("nxd", what, why, fix or sdk.install_command())
 
 
 def _placeholders() -> Finding:
@@ -73,11 +80,3 @@ def _neuron() -> Finding:
         install = rest[-1].strip()
     what = "; ".join(line.strip() for line in (first, *rest[:-1]))
     return fault("sdk", what, "ranks cannot use the Neuron devices", install)
-
-
-def _distributed() -> Finding:
-    support = sdk.distributed_support()
-    if support.ok:
-        return fine("nxd", support.reason)
-    what, _, fix = support.reason.partition("; ")
-    return fault("nxd", what, "its layers are not used, or give wrong gradients silently", fix or sdk.install_command())
