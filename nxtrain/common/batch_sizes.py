@@ -96,7 +96,7 @@ class BatchSizes:
 
 
 @dataclass(frozen=True)
-class Span:
+class EqualSteps:
     """Adjacent updates of the same size.
 
     Args:
@@ -133,7 +133,7 @@ class SeqLengths:
         return self.last
 
 
-def spans(steps: int, sizes: BatchSizes, lengths: SeqLengths | None = None) -> list[Span]:
+def spans(steps: int, sizes: BatchSizes, lengths: SeqLengths | None = None) -> list[EqualSteps]:
     """Updates of each size among the first `steps`, in order.
 
     Args:
@@ -148,5 +148,5 @@ def spans(steps: int, sizes: BatchSizes, lengths: SeqLengths | None = None) -> l
     results = []
     for begin, end in pairwise(bounds):
         seq_len = 0 if lengths is None else lengths.at(begin)
-        results.append(Span(end - begin, sizes.at(begin), seq_len))
+        results.append(EqualSteps(end - begin, sizes.at(begin), seq_len))
     return results

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nxtrain.common.batch_sizes import BatchSizes, SeqLengths, Span, spans
+from nxtrain.common.batch_sizes import BatchSizes, EqualSteps, SeqLengths, spans
 from nxtrain.config.schema import TrainConfig
 
 SEQ_LEN = 16
@@ -62,13 +62,13 @@ def test_steps_for_rows_are_the_fewest_that_see_them(stages: list[tuple[int, int
 def test_a_run_without_a_ramp_counts_from_its_first_step_whatever_it_has_seen() -> None:
     sizes = ramp([], 8).batch_sizes(step=7, tokens=3 * SEQ_LEN)
     assert sizes == BatchSizes(8)
-    assert (sizes.at(7), sizes.before(7), spans(3, sizes)) == (8, 56, [Span(3, 8)])
+    assert (sizes.at(7), sizes.before(7), spans(3, sizes)) == (8, 56, [EqualSteps(3, 8)])
 
 
 def test_the_tokens_seen_and_not_the_steps_decide_after_a_change() -> None:
     """A mutant: a ramp by steps would begin anew, or end early."""
     train = ramp([(40, 4)], 8)
-    assert spans(12, train.batch_sizes()) == [Span(10, 4), Span(2, 8)]
+    assert spans(12, train.batch_sizes()) == [EqualSteps(10, 4), EqualSteps(2, 8)]
     later = train.batch_sizes(step=5, tokens=8 * SEQ_LEN)
     assert [later.at(step) for step in range(5, 15)] == [4] * 8 + [8, 8]
     assert later.before(5) == 8
