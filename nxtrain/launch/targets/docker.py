@@ -42,6 +42,13 @@ RUN curl -fsSL https://efa-installer.amazonaws.com/aws-efa-installer-latest.tar.
     && rm -rf /tmp/aws-efa-installer /var/lib/apt/lists/*
 """
 
+_PLUGIN = """\
+# NCCL loads the plugin for libfabric, which the installer brings, by the linker's cache; else NCCL would take TCP.
+RUN printf '%s\\n' /opt/amazon/efa/lib /opt/amazon/ofi-nccl/lib64 /opt/amazon/ofi-nccl/lib/x86_64-linux-gnu \\
+        > /etc/ld.so.conf.d/ofi-nccl.conf \\
+    && ldconfig && ldconfig -p | grep libnccl-net
+"""
+
 _FILE = """\
 # Image for nxtrain on {lane}; in a checkout: docker build -t nxtrain-{lane} -f Dockerfile .
 FROM {base}
@@ -71,7 +78,8 @@ def render(lane: str) -> str:
         path = "/opt/nxtrain/bin:/opt/aws/neuron/bin:/opt/amazon/efa/bin:$PATH"
         devices = _TOOLS + _EFA
     elif lane == "gpu":
-        devices = _EFA
+        path = "/opt/nxtrain/bin:/opt/amazon/efa/bin:$PATH"
+        devices = _EFA + _PLUGIN
     return _FILE.format(
         lane=lane,
         base=_BASES[lane],

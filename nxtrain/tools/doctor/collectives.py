@@ -17,13 +17,17 @@ from nxtrain.common.machines import GPU, NEURON, Machine
 from nxtrain.common.text import listed
 from nxtrain.launch.local import rendezvous_address
 from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine
-from nxtrain.tools.doctor.outputs import Bandwidth, ToolOutputError, parse_nccom_test
+from nxtrain.tools.doctor.outputs import Bandwidth, ToolOutputError, parse_nccl_network, parse_nccom_test
 
 LIMIT_S = 30.0  # seconds that ranks wait for one another
 MEASURE_S = 15.0  # seconds beyond `LIMIT_S` in which ranks import torch and measure, before they are killed
 MIN_SHARE = 0.1  # share of the link's bandwidth below which the link counts as broken: healthy ones give a multiple
 
 NCCOM = ("nccom-test", "--minbytes", "1kb", "--maxbytes", "64mb", "--stepfactor", "256", "--datatype", "fp32")
+NCCL_LINES = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+SOCKETS = "Socket"
+"""NCCL's name of TCP; that of aws-ofi-nccl is `Libfabric`, or `AWS Libfabric` in older releases."""
+
 WHY = "the first collective of a run would wait for its time limit, and end the run"
 
 
@@ -85,13 +89,28 @@ def check_collectives(
     if machine is not None and machine.resource == NEURON:
         yield _nccom(host, machine)
     elif world is None:
-        yield _loopback(gpus, backend, limit_s)
+        yield from _loopback(gpus, backend, limit_s)
     if world is not None:
         (result,) = _run_ranks([world.environment], backend, limit_s)
         yield _judge("collectives", [result], world.size, world.name, None)
+        yield from _network([result], gpus)
 
 
-def _loopback(machine: Machine | None, backend: str, limit_s: float) -> Finding:
+def _network(results: Sequence[Mapping[str, Any]], machine: Machine | None) -> Iterator[Finding]:
+    """Check that NCCL takes the EFA devices of a machine of GPUs, if NCCL names its network."""
+    networks = sorted({result["network"] for result in results if result.get("network")})
+    if machine is None or not machine.efa_devices or not networks:
+        return
+    what = f"NCCL takes {listed(networks)}"
+    if SOCKETS not in networks:
+        yield fine("network", what)
+        return
+    why = f"{machine.name} has EFA, but collectives between machines would go through TCP at a fraction of the speed"
+    fix = "put /opt/amazon/ofi-nccl of AWS's EFA installer on LD_LIBRARY_PATH; look for libnccl-net.so there"
+    yield fault("network", what, why, fix)
+
+
+def _loopback(machine: Machine | None, backend: str, limit_s: float) -> Iterator[Finding]:
     """Check collectives between processes of this machine: one process per GPU, or two without GPUs."""
     size = 2
     if machine is not None:
@@ -103,7 +122,8 @@ def _loopback(machine: Machine | None, backend: str, limit_s: float) -> Finding:
         {**World("127.0.0.1", port, rank, size).environment, **local, "LOCAL_RANK": str(rank)} for rank in range(size)
     ]
     results = _run_ranks(environments, backend, limit_s)
-    return _judge("loopback", results, size, lambda rank: f"rank {rank}", machine)
+    yield _judge("loopback", results, size, lambda rank: f"rank {rank}", machine)
+    yield from _network(results, machine)
 
 
 def _nccom(host: Host, machine: Machine) -> Finding:
@@ -119,11 +139,18 @@ def _nccom(host: Host, machine: Machine) -> Finding:
 
 
 def _run_ranks(environments: Sequence[Mapping[str, str]], backend: str, limit_s: float) -> list[dict[str, Any]]:
-    """Start ranks as processes, and return what each found; `error` is set for those that died."""
+    """Start ranks as processes, and return what each found; `error` is set for those that died.
+
+    `network` is the one that NCCL took, if NCCL was used.
+    """
     program = (sys.executable, "-m", "nxtrain.tools.doctor.collectives_rank", backend, str(limit_s))
     started = [
         subprocess.Popen(
-            program, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            program,
+            env={**os.environ, **NCCL_LINES, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for environment in environments
     ]
@@ -132,7 +159,8 @@ def _run_ranks(environments: Sequence[Mapping[str, str]], backend: str, limit_s:
     for process in started:
         try:
             out, err = process.communicate(timeout=max(0.1, limit - time.monotonic()))
-            results.append(json.loads(out.splitlines()[-1]))
+            answers = [line for line in out.splitlines() if line.startswith("{")]  # NCCL prints there as well
+            results.append({**json.loads(answers[-1]), "network": parse_nccl_network(out)})
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()

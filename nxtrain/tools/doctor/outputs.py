@@ -1,4 +1,4 @@
-"""Parsers for the output of neuron-ls, nccom-test, nvidia-smi, fi_info and chronyc.
+"""Parsers for the output of neuron-ls, nccom-test, nvidia-smi, fi_info, NCCL and chronyc.
 
 Sources: tools/neuron-sys-tools/neuron-ls.rst and nccom-test.rst in https://github.com/aws-neuron/aws-neuron-sdk;
 https://docs.nvidia.com/deploy/nvidia-smi; https://ofiwg.github.io/libfabric/main/man/fi_info.1.html;
@@ -93,6 +93,12 @@ def parse_fi_info(text: str) -> tuple[str, ...]:
     """EFA devices of `fi_info -p efa`, which lists each several times: for datagrams, and for reliable messages."""
     domains = re.findall(r"^[ \t]*domain:[ \t]*(\S+)", text, re.MULTILINE)
     return tuple(sorted({re.sub(r"-(rdm|dgrm)$", "", domain) for domain in domains}))
+
+
+def parse_nccl_network(text: str) -> str:
+    """Network that NCCL took, of its lines under `NCCL_DEBUG=INFO`; empty: no line names one."""
+    names = re.findall(r"NCCL INFO Using network (.+?)\s*$", text, re.MULTILINE)
+    return names[-1] if names else ""
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ import pytest
 
 from nxtrain.backends.neuron import sdk
 from nxtrain.common.errors import ConfigError
+from nxtrain.common.machines import INSTANCE_TYPES
 from nxtrain.tools.doctor import collectives, examine
 from nxtrain.tools.doctor.collectives import World, world_of
-from nxtrain.tools.doctor.finding import Finding
+from nxtrain.tools.doctor.finding import Finding, Host
 from nxtrain.tools.doctor.host import check_disk
 from nxtrain.tools.doctor.packages import NEWEST_TORCH
 from tests.support import ROOT, sick_machine
@@ -280,6 +281,24 @@ def test_who_does_not_arrive_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert result.what == "2 of 3 did not arrive: n2 (rank 1), n3 (rank 2)"
     (result,) = collectives.check_collectives(machine.host, None, World("127.0.0.1", 1, 1, 2), 0.3)
     assert result.what == "1 of 2 did not arrive: rank 0 (127.0.0.1:1: Connection refused)"
+
+
+NETWORKS = {"Socket": False, "Libfabric": True, "AWS Libfabric": True}
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("instance", ["p5.48xlarge", "g5.2xlarge"])
+def test_gpus_with_efa_whose_collectives_go_through_tcp_are_a_fault(
+    monkeypatch: pytest.MonkeyPatch, network: str, instance: str
+) -> None:
+    """Between machines and within one; NCCL prints its choice in both."""
+    machine = INSTANCE_TYPES[instance]
+    result = {"missing": [], "error": "", "rows": [(1 << 24, 1e-4)], "device": "cuda:0", "network": network}
+    monkeypatch.setattr(collectives, "_run_ranks", lambda environments, *_: [result] * len(environments))
+    for world in (None, World("n1", 1, 0, 2)):
+        links, *others = collectives.check_collectives(Host(), machine, world)
+        assert links.ok
+        assert [(one.name, one.ok) for one in others] == [("network", NETWORKS[network])] * bool(machine.efa_devices)
 
 
 def test_a_rank_that_is_none_of_the_machines_is_refused() -> None:

@@ -17,6 +17,7 @@ from nxtrain.tools.doctor.outputs import (
     ToolOutputError,
     parse_chronyc,
     parse_fi_info,
+    parse_nccl_network,
     parse_nccom_test,
     parse_neuron_ls,
     parse_nvidia_smi,
@@ -62,6 +63,14 @@ def test_nvidia_smi_lists_devices_errors_and_processes() -> None:
     assert result.numbers == (0, 1, 2)
     assert result.ecc == ((0, 0), (2, 3))
     assert result.holders == (Holder(8, "a, b", (0,)), Holder(77, "python", (1, 2)))
+
+
+def test_the_network_of_nccl_is_the_last_that_it_names() -> None:
+    head = "p5-1:7:19 [0] NCCL INFO "
+    lines = [f"{head}NET/IB : No device found.", f"{head}Using network Socket", f"{head}Using network AWS Libfabric"]
+    assert parse_nccl_network("\n".join(lines)) == "AWS Libfabric"
+    assert parse_nccl_network("\r\n".join(lines[:2])) == "Socket"
+    assert parse_nccl_network(lines[0]) == ""
 
 
 def test_fi_info_shows_each_device_twice() -> None:
