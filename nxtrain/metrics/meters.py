@@ -113,13 +113,15 @@ class ThroughputMeter:
     """Counts tokens and steps, and computes the speed of each window between two readings.
 
     Args:
+        flops_per_token: Operations of the model for a token of each step.
+        peak_flops: Operations per second of all devices; None if unknown.
         tokens: Tokens of earlier starts.
         ago_s: Seconds since the begin of the first window.
     """
 
     def __init__(
         self,
-        flops_per_token: int,
+        flops_per_token: Callable[[int], int],
         peak_flops: float | None,
         *,
         tokens: int = 0,
@@ -133,9 +135,10 @@ class ThroughputMeter:
         self._open_window()
         self._begin_s -= ago_s
 
-    def add_step(self, num_tokens: int) -> None:
-        """Count one step over a global batch of `num_tokens` positions."""
+    def add_step(self, step: int, num_tokens: int) -> None:
+        """Count one step over a global batch of `num_tokens` positions, and the model's operations for them."""
         self._tokens += num_tokens
+        self._flops += num_tokens * self._flops_per_token(step)
         self._num_steps += 1
 
     @contextmanager
@@ -155,7 +158,7 @@ class ThroughputMeter:
         assert self._num_steps, "a window without a step has no speed"
         seconds = self._clock() - self._begin_s
         tokens_per_s = (self._tokens - self._begin_tokens) / seconds
-        mfu = self._flops_per_token * tokens_per_s / self._peak_flops if self._peak_flops else None
+        mfu = self._flops / seconds / self._peak_flops if self._peak_flops else None
         result = Throughput(self._tokens, tokens_per_s, seconds / self._num_steps, mfu)
         self._open_window()
         return result
@@ -163,6 +166,7 @@ class ThroughputMeter:
     def _open_window(self) -> None:
         self._begin_s = self._clock()
         self._begin_tokens = self._tokens
+        self._flops = 0
         self._num_steps = 0
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import cast
 
 from torch import nn
@@ -34,7 +36,7 @@ from nxtrain.train.health.rollbacks import Rollbacks
 from nxtrain.train.rank_memory import RankMemory, StepNumbers, WatchedRun
 from nxtrain.train.results import base_fingerprint
 from nxtrain.train.run import Run
-from nxtrain.train.run_data import open_run_data, train_batches, validation_loader
+from nxtrain.train.run_data import lengths_after, open_run_data, train_batches, validation_loader
 from nxtrain.train.start import start
 from nxtrain.train.step import TrainState
 from nxtrain.train.supervision.coordinated_stop import StepGate
@@ -194,18 +196,24 @@ def _step_file(context: RunContext, mirrored: Mirrored | None) -> RunObserver:
     return StepFile(context.config.run.dir / LOGS_DIR)
 
 
+def _flops_per_token(context: RunContext, begun: Meta) -> Callable[[int], int]:
+    """Operations of forward and backward for a token of each step, counted from 1."""
+    lengths, whole = lengths_after(context, begun), context.config.train.seq_len
+    of_length = cache(context.plan.dimensions.flops_per_token)
+    return lambda step: of_length(whole if lengths is None else lengths.at(step - 1))
+
+
 def _throughput_meter(context: RunContext, resumed: StepNumbers) -> ThroughputMeter:
     train = context.config.train
     tokens = resumed.meta.tokens
     ago_s = 0.0
-    flops = context.plan.dimensions.flops_per_token(train.seq_len)
     peak = context.backend.diagnostics.peak_flops(context.config.precision.params)
     if peak:
         peak *= context.mesh.world
     if resumed.result is not None:  # the record of the last update counts its tokens, and the time since the loss
         tokens -= train.batch_sizes(resumed.meta.step, tokens).at(resumed.meta.step - 1) * train.seq_len
         ago_s = now().since(context.began)
-    return ThroughputMeter(flops, peak or None, tokens=tokens, ago_s=ago_s)
+    return ThroughputMeter(_flops_per_token(context, resumed.meta), peak or None, tokens=tokens, ago_s=ago_s)
 
 
 def _work_meter(context: RunContext) -> tuple[WorkMeter, bool]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import Mirrored
+from nxtrain.common.batch_sizes import SeqLengths
 from nxtrain.common.run_folder import DATA_DIR
 from nxtrain.config.batch_ramp import seq_lengths
 from nxtrain.data import Batches, BatchOrder, BatchShare, Data, Loader, open_data
@@ -46,10 +47,8 @@ def train_batches(context: RunContext, data: Data, meta: Meta, skips: Skips) -> 
     """Training batches that go on after a step."""
     config = context.config
     sizes = config.train.batch_sizes(meta.step, meta.tokens)
-    train = config.train
-    lengths = seq_lengths(train.seq_ramp, train.seq_len, sizes, step=meta.step, tokens=meta.tokens)
     order = BatchOrder(
-        replace(_share(context), ramp=sizes, lengths=lengths),
+        replace(_share(context), ramp=sizes, lengths=lengths_after(context, meta)),
         config.run.seed,
         config.data.shuffle,
         doc_mask=config.data.doc_mask,
@@ -59,6 +58,13 @@ def train_batches(context: RunContext, data: Data, meta: Meta, skips: Skips) -> 
         workers=_workers(context),
     )
     return data.source.batches(order)
+
+
+def lengths_after(context: RunContext, meta: Meta) -> SeqLengths | None:
+    """Sequence length of each step after a checkpoint; None: a row is one sequence in every step."""
+    train = context.config.train
+    sizes = train.batch_sizes(meta.step, meta.tokens)
+    return seq_lengths(train.seq_ramp, train.seq_len, sizes, step=meta.step, tokens=meta.tokens)
 
 
 def _workers(context: RunContext) -> WorkerPolicy | None:

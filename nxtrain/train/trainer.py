@@ -104,7 +104,7 @@ class Trainer:
         total = self.config.train.steps
         rate = self.schedule.at(step)
         # Positions of the rows, which is the work of the devices; `targets` of a record are those that count.
-        self.meter.add_step(self.sizes.at(step - 1) * config.train.seq_len)
+        self.meter.add_step(step, self.sizes.at(step - 1) * config.train.seq_len)
         val_loss = None
         evaluates = self.validation is not None and _due(step, config.train.eval_every, total)
         saves = _due(step, config.checkpoint.every, total)

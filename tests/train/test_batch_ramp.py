@@ -92,11 +92,12 @@ def test_more_ranks_see_the_same_samples(ranks: RankPool, tmp_path: Path, dp: in
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-5)
 
 
-def test_a_stop_after_any_step_of_the_ramp_is_the_straight_run(ranks: RankPool, tmp_path: Path) -> None:
-    whole = planned(tmp_path / "straight", dp=2)
-    ranks.run(2, train_rank, whole)
+@pytest.mark.parametrize("dp", [2, *(pytest.param(dp, marks=pytest.mark.slow) for dp in (1, 4))])
+def test_a_stop_after_any_step_of_the_ramp_is_the_straight_run(ranks: RankPool, tmp_path: Path, dp: int) -> None:
+    whole = planned(tmp_path / "straight", dp=dp)
+    ranks.run(dp, train_rank, whole)
     for steps in range(1, STEPS + 1):
-        ranks.run(2, train_rank, planned(tmp_path / "parts", steps, dp=2))
+        ranks.run(dp, train_rank, planned(tmp_path / "parts", steps, dp=dp))
     assert course(tmp_path / "parts") == course(tmp_path / "straight")
     runs = [tmp_path / name for name in ("parts", "straight")]
     assert_equal_bits(*(ranks.run(1, state_at, run, STEPS, whole)[0] for run in runs))

@@ -101,7 +101,24 @@ def test_records_name_the_length_and_ranks_see_the_same_samples(ranks: RankPool,
     assert "seq_len" not in uncut[0] and uncut[0]["loss"] != alone[0]["loss"]
 
 
-@pytest.mark.parametrize(("dp", "source"), [(1, "arrow"), (2, "tokens")])
+def train_by_peak(backend: Backend, resolved: Resolved) -> None:
+    """A run on a device of a trillion operations per second."""
+    with patch.object(type(backend.diagnostics), "peak_flops", lambda *_: 1e12):
+        train_rank(backend, resolved)
+
+
+def test_utilization_counts_the_operations_of_shorter_sequences(ranks: RankPool, tmp_path: Path) -> None:
+    for steps in (3, STEPS):  # the second start goes on inside of a stage
+        resolved = planned(tmp_path / "run", steps)
+        ranks.run(1, train_by_peak, resolved)
+    for record, length in zip(records(tmp_path / "run"), LENGTHS, strict=True):
+        flops = resolved.dimensions.flops_per_token(length)
+        assert record["mfu"] == pytest.approx(flops * record["tokens_per_s"] / 1e12)
+
+
+@pytest.mark.parametrize(
+    ("dp", "source"), [(1, "arrow"), (2, "tokens"), pytest.param(4, "arrow", marks=pytest.mark.slow)]
+)
 def test_a_stop_after_any_step_of_the_ramp_is_the_straight_run(
     ranks: RankPool, tmp_path: Path, dp: int, source: str
 ) -> None:

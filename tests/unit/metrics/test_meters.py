@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 
 def test_throughput_is_that_of_the_window_and_tokens_are_those_of_the_run(clock: FakeClock) -> None:
-    meter = ThroughputMeter(flops_per_token=6_000, peak_flops=1_200_000.0, tokens=500, clock=clock)
+    meter = ThroughputMeter(lambda step: 6_000 // step, peak_flops=1_200_000.0, tokens=500, clock=clock)
     for _ in range(4):
-        meter.add_step(50)
+        meter.add_step(1, 50)
     clock.now += 8.0
     assert meter.read() == Throughput(tokens=700, tokens_per_s=25.0, step_time_s=2.0, mfu=0.125)
-    meter.add_step(30)
+    meter.add_step(2, 30)
     clock.now += 0.5
-    assert meter.read() == Throughput(tokens=730, tokens_per_s=60.0, step_time_s=0.5, mfu=0.3)
+    assert meter.read() == Throughput(tokens=730, tokens_per_s=60.0, step_time_s=0.5, mfu=0.15)
 
 
 def test_pauses_are_not_training_time_even_when_they_fail(clock: FakeClock) -> None:
-    meter = ThroughputMeter(flops_per_token=1, peak_flops=None, clock=clock)
-    meter.add_step(10)
+    meter = ThroughputMeter(lambda step: 1, peak_flops=None, clock=clock)
+    meter.add_step(1, 10)
     clock.now += 2.0
     with pytest.raises(RuntimeError), meter.paused():
         clock.now += 100.0
