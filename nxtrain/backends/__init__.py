@@ -38,14 +38,14 @@ def choose(name: str, *, in_full: bool = False) -> tuple[str, str]:
         return name, f"backend.name={name}"
     reasons = []
     for candidate in _ORDER:
-        found = _load(candidate).support()
-        reasons.append(f"{candidate}: {found.reason.splitlines()[0]}")
-        if found.ok and in_full:
+        supported = _load(candidate).support()
+        reasons.append(f"{candidate}: {supported.reason.splitlines()[0]}")
+        if supported.ok and in_full:
             return candidate, "; ".join(reasons)
-        if found.ok and candidate == "cpu":
+        if supported.ok and candidate == "cpu":
             return candidate, "backend.name=auto: no accelerator can run here; recovery.debug=dist says why"
-        if found.ok:
-            return candidate, f"backend.name=auto: {found.reason.splitlines()[0]}"
+        if supported.ok:
+            return candidate, f"backend.name=auto: {supported.reason.splitlines()[0]}"
     raise BackendError("no backend can run here: " + "; ".join(reasons))
 
 
@@ -85,9 +85,9 @@ def num_gpus() -> int:
     Raises:
         BackendError: There is none.
     """
-    found = support("cuda")
-    if not found.ok:
-        raise BackendError(f"--nproc gpu finds no GPU: {found.reason}; give the number of ranks, as --nproc 2")
+    supported = support("cuda")
+    if not supported.ok:
+        raise BackendError(f"--nproc gpu finds no GPU: {supported.reason}; give the number of ranks, as --nproc 2")
     import torch
 
     return torch.cuda.device_count()
@@ -121,12 +121,12 @@ def choose_layers(
         return "native", ""
     if name == "auto" and needs_own:
         return "native", needs_own
-    found = _distributed_support(backend, allow_unverified, assumed)
+    supported = _distributed_support(backend, allow_unverified, assumed)
     if name == "nxd":
-        if not found.ok:
-            raise BackendError(f"backend.layers=nxd cannot run here: {found.reason}; or use backend.layers=native")
-        return name, found.reason
-    return "nxd" if found.ok else "native", found.reason
+        if not supported.ok:
+            raise BackendError(f"backend.layers=nxd cannot run here: {supported.reason}; or use backend.layers=native")
+        return name, supported.reason
+    return "nxd" if supported.ok else "native", supported.reason
 
 
 def _distributed_support(backend: str, allow_unverified: bool, assumed: Package | None) -> Support:

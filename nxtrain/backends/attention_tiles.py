@@ -64,7 +64,7 @@ def tiles(first: Positions, last: Positions, keys: Positions, *, slides: bool = 
     kinds = np.where(joins, rises + 2 * falls, -1)
     changes = np.append(np.flatnonzero(np.diff(kinds)), len(kinds) - 1)
     grows = bool((rises == 1).any())  # queries alone in a tile suit either kind, and take that of the others
-    found, start = [], int(seeing[0])
+    results, start = [], int(seeing[0])
     while start < len(last):
         end, causal = start, grows
         if start < len(kinds) and kinds[start] >= 0:
@@ -76,12 +76,12 @@ def tiles(first: Positions, last: Positions, keys: Positions, *, slides: bool = 
         window = None
         if low[end] > low[start]:
             window = int(high[end] - 1 - low[end])
-        found.append(Tile(start, end + 1, int(low[start]), int(high[end]), causal, window))
+        results.append(Tile(start, end + 1, int(low[start]), int(high[end]), causal, window))
         following = int(np.searchsorted(seeing, end + 1))
         if following == len(seeing):
             break
         start = int(seeing[following])
-    return found
+    return results
 
 
 def _last_pair(changes: NDArray[np.intp], pair: int) -> int:

@@ -146,10 +146,10 @@ class CudaKernels(FusedKernels):
     def square_sums(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         norms: dict[int, Tensor] = {}
         for dtype in {tensor.dtype for tensor in tensors}:  # a list of one type is the work of few kernels
-            places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
-            found = torch._foreach_norm([tensors[place] for place in places], dtype=torch.float32)
-            norms.update(zip(places, torch.stack(found).square().unbind(), strict=True))
-        return [norms[place] for place in range(len(tensors))]
+            indices = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            of_type = torch._foreach_norm([tensors[index] for index in indices], dtype=torch.float32)
+            norms.update(zip(indices, torch.stack(of_type).square().unbind(), strict=True))
+        return [norms[index] for index in range(len(tensors))]
 
     def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
         if a.is_cuda and a.dtype != total.dtype:

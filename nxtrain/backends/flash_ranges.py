@@ -70,19 +70,19 @@ class TorchFlash(FlashKernel):
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        places, sides = _settings(call)
+        settings, sides = _settings(call)
         out, log_sums, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *places, 0.0, call.mask.causal, False, **sides
+            q, k, v, *settings, 0.0, call.mask.causal, False, **sides
         )
         return out, log_sums
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
-        places, sides = _settings(call)
+        settings, sides = _settings(call)
         state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of random numbers, which no dropout reads
         grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-            grad, q, k, v, out, log_sums, *places, 0.0, call.mask.causal, state, state[:0], **sides
+            grad, q, k, v, out, log_sums, *settings, 0.0, call.mask.causal, state, state[:0], **sides
         )
         return grads
 
@@ -166,33 +166,33 @@ class _Rows:
         self._like, self._fill = like, fill
         self._total: Tensor | None = None
 
-    def put(self, places: Places, part: Tensor) -> None:
+    def put(self, indices: Places, part: Tensor) -> None:
         """Take the rows of a call, which no other call gives."""
         if self._total is None:
-            if places is None:
+            if indices is None:
                 self._total = part.unflatten(0, self._like.shape[:2])
                 return
-            if places == slice(0, self._like.shape[1]):
+            if indices == slice(0, self._like.shape[1]):
                 self._total = part
                 return
-        if isinstance(places, slice):
-            self.total(part.dtype)[:, places] = part
+        if isinstance(indices, slice):
+            self.total(part.dtype)[:, indices] = part
         else:
-            assert places is not None, "no other call gives a row"
-            self.total(part.dtype).flatten(0, 1).index_copy_(0, places, part)
+            assert indices is not None, "no other call gives a row"
+            self.total(part.dtype).flatten(0, 1).index_copy_(0, indices, part)
 
-    def add(self, places: Places, part: Tensor) -> None:
+    def add(self, indices: Places, part: Tensor) -> None:
         """Add rows of a call to those of the calls before, in float32 if there are any."""
         if self._total is None:
-            self.put(places, part)
+            self.put(indices, part)
             return
         self._total = self._total.float()
-        if isinstance(places, slice):
-            self._total[:, places] += part
-        elif places is None:
+        if isinstance(indices, slice):
+            self._total[:, indices] += part
+        elif indices is None:
             self._total.flatten(0, 1).add_(part)
         else:  # no row comes twice in a call, so that the sum has one order
-            self._total.flatten(0, 1).index_add_(0, places, part.float())
+            self._total.flatten(0, 1).index_add_(0, indices, part.float())
 
     def total(self, dtype: torch.dtype) -> Tensor:
         """The rows so far; before the first call they have a type."""
@@ -201,12 +201,12 @@ class _Rows:
         return self._total
 
 
-def _taken(x: Tensor, places: Places) -> Tensor:
+def _taken(x: Tensor, indices: Places) -> Tensor:
     """Rows of a call: (B, S, ...) to (B, T, ...), or of all sequences to (T, ...)."""
-    if isinstance(places, slice):
-        return x[:, places]
+    if isinstance(indices, slice):
+        return x[:, indices]
     rows = x.flatten(0, 1)
-    return rows if places is None else rows.index_select(0, places)
+    return rows if indices is None else rows.index_select(0, indices)
 
 
 def _whole(tile: Tile) -> Call:
@@ -230,10 +230,10 @@ def _packed(starts: np.ndarray, queries: Pieces, keys: Pieces, window: int | Non
             (len(last), [(row, tile.start, tile.end) for row, tile in members]),
             (len(positions), [(row, tile.low, tile.high) for row, tile in members]),
         ):
-            places = _in_all_rows(spans, length, len(starts), device)
+            indices = _in_all_rows(spans, length, len(starts), device)
             sizes = [end - start for _, start, end in spans]
             offsets = np.cumsum([0, *sizes], dtype=np.int32)
-            sides.append((places, _uploaded(offsets, device), max(sizes)))
+            sides.append((indices, _uploaded(offsets, device), max(sizes)))
         (own, own_offsets, most), (theirs, their_offsets, most_keys) = sides
         calls.append(Call(own, theirs, mask, (own_offsets, their_offsets), (most, most_keys)))
     return calls
@@ -243,10 +243,10 @@ def _in_all_rows(
     spans: Sequence[tuple[int, int, int]], length: int, num_rows: int, device: torch.device
 ) -> Tensor | None:
     """Places of spans of rows, each from a start to an end, among those of all rows; None: all in order."""
-    places = np.concatenate([np.arange(row * length + start, row * length + end) for row, start, end in spans])
-    if np.array_equal(places, np.arange(length * num_rows)):
+    indices = np.concatenate([np.arange(row * length + start, row * length + end) for row, start, end in spans])
+    if np.array_equal(indices, np.arange(length * num_rows)):
         return None
-    return _uploaded(places, device)
+    return _uploaded(indices, device)
 
 
 def _uploaded(array: np.ndarray, device: torch.device) -> Tensor:
@@ -275,9 +275,9 @@ def failure(ranges: FlashRanges, device: torch.device, dtype: torch.dtype, head_
     try:
         errors = []
         for given, tried in tries:
-            found = _passes(given, tried, ranges)
+            actual = _passes(given, tried, ranges)
             wanted = _passes([x.float() for x in given], tried, Blocks())
-            errors += [relative_error(x, y) for x, y in zip(found, wanted, strict=True)]
+            errors += [relative_error(x, y) for x, y in zip(actual, wanted, strict=True)]
         worst = float(torch.stack(errors).max())
     except Exception as error:  # drivers raise errors of their own
         return first_line(error)

@@ -35,9 +35,9 @@ def failure(recipe: str, kernels: Kernels, plain: Kernels, device: torch.device,
     rows, others, inner = TRIAL_SIZES
     a, b = (_drawn(recipe, generator, number, inner, device) for number in (rows, others))
     try:
-        found = kernels.float8_matmul(a, b, dtype).float()
+        actual = kernels.float8_matmul(a, b, dtype).float()
         wanted = plain.float8_matmul(a, b, torch.float32)
-        error = float((found - wanted).norm() / wanted.norm().clamp(min=torch.finfo(torch.float32).tiny))
+        error = float((actual - wanted).norm() / wanted.norm().clamp(min=torch.finfo(torch.float32).tiny))
     except Exception as problem:  # drivers raise errors of their own
         lines = str(problem).strip().splitlines() or [""]
         return f"{type(problem).__name__}: {lines[0]}"[:200]

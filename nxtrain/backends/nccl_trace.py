@@ -32,15 +32,15 @@ def newest(recording: bytes) -> dict[str, Queued]:
         recording: As `recorded` returns it, of this process: pickles of others may run code.
     """
     entries: Iterable[Mapping[str, Any]] = pickle.loads(recording).get("entries", ()) if recording else ()
-    found: dict[str, Queued] = {}
+    queues: dict[str, Queued] = {}
     for entry in entries:  # oldest first
         name = str(entry["process_group"][0])
         number = int(entry["collective_seq_id"])
         if entry["is_p2p"]:
             name, number = f"{name} transfers", int(entry["p2p_seq_id"])
-        done = found[name].done if name in found else 0
+        done = queues[name].done if name in queues else 0
         if entry["state"] == "completed":
             done = max(done, number)
         operation = str(entry["profiling_name"]).removeprefix("nccl:")
-        found[name] = Queued(operation, number, done)
-    return found
+        queues[name] = Queued(operation, number, done)
+    return queues

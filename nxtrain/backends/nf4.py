@@ -60,8 +60,8 @@ class Part:
         if self.dim == 0 or self.length == columns:
             first = self.start * columns // BLOCK if self.dim == 0 else 0
             return torch.arange(first, first + self.num_blocks, device=device)
-        each = torch.arange(self.start // BLOCK, (self.start + self.length) // BLOCK, device=device)
-        return (torch.arange(rows, device=device)[:, None] * (columns // BLOCK) + each).flatten()
+        of_row = torch.arange(self.start // BLOCK, (self.start + self.length) // BLOCK, device=device)
+        return (torch.arange(rows, device=device)[:, None] * (columns // BLOCK) + of_row).flatten()
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Packing:
         codes, scales, factors, means = zip(*(_quantized(whole.to(self.dtype)) for whole in wholes), strict=True)
         own = [part.blocks(whole.device) for part, whole in zip(self.parts, wholes, strict=True)]
         numbers = torch.cat([*factors, *means]).view(torch.uint8)
-        kept = torch.cat([each[blocks].flatten() for each, blocks in zip((*codes, *scales), own * 2, strict=True)])
+        kept = torch.cat([tensor[blocks].flatten() for tensor, blocks in zip((*codes, *scales), own * 2, strict=True)])
         padding = self._offsets[1] - len(kept)
         return torch.cat([F.pad(kept, (0, padding)), numbers]).view(self.dtype).view(self.packed_shape)
 

@@ -115,10 +115,10 @@ def failure(kernel: str, device: torch.device, dtype: torch.dtype, head_size: in
         with warnings.catch_warnings():  # torch warns of each kernel that it does not take
             warnings.simplefilter("ignore")
             with sdpa_kernel([BACKENDS[kernel]]):
-                found = _passes(given, grouped=dtype != torch.float32)
+                actual = _passes(given, grouped=dtype != torch.float32)
             with sdpa_kernel([SDPBackend.MATH]):
                 wanted = _passes(exact, grouped=False)
-            errors = [relative_error(x, y) for x, y in zip(found, wanted, strict=True)]
+            errors = [relative_error(x, y) for x, y in zip(actual, wanted, strict=True)]
             worst = float(torch.stack(errors).max())
     except Exception as error:  # drivers raise errors of their own
         return first_line(error)
@@ -144,7 +144,7 @@ def _passes(qkv: list[Tensor], *, grouped: bool) -> list[Tensor]:
     return [out, *torch.autograd.grad(out, qkv, out.detach())]
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> Tensor:
+def relative_error(actual: Tensor, wanted: Tensor) -> Tensor:
     """Root of the mean square of the difference over that of what is wanted, () float32; 0 where both are zeros."""
-    difference = F.mse_loss(found.float(), wanted).sqrt()
+    difference = F.mse_loss(actual.float(), wanted).sqrt()
     return difference / wanted.square().mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)

@@ -145,7 +145,7 @@ class Dimensions:
     @cached_property
     def num_params(self) -> int:
         """Parameters of the whole model, a tied embedding counted once."""
-        block, dense = (_num_entries(block_specs(each, 1)) for each in (self, self.dense))
+        block, dense = (_num_entries(block_specs(part, 1)) for part in (self, self.dense))
         rest = _num_entries(rest_specs(self, first=True, last=True))
         num_dense = len(self.dense_layers)
         return (self.num_layers - num_dense) * block + num_dense * dense + rest

@@ -141,5 +141,5 @@ def gpu_peaks(name: str) -> GpuPeaks | None:
     """
     if _OTHER_BOARDS.search(name):
         return None
-    found = [words for words in GPUS if re.search(rf"\b{words}\b", name)]
-    return GPUS[max(found, key=len)] if found else None
+    matches = [words for words in GPUS if re.search(rf"\b{words}\b", name)]
+    return GPUS[max(matches, key=len)] if matches else None

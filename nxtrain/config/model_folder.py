@@ -170,10 +170,10 @@ def _weights_of(folder: Path) -> list[str]:
     if not (folder / INDEX).is_file():
         return [WEIGHTS] if (folder / WEIGHTS).is_file() else []
     try:
-        places = json.loads(read_bytes(folder / INDEX))["weight_map"].values()
+        files = json.loads(read_bytes(folder / INDEX))["weight_map"].values()
     except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
         raise ConfigError(f"{folder / INDEX} is no table of tensors and their files: {cause_of(error)}") from error
-    return sorted({location for location in places if isinstance(location, str)})
+    return sorted({location for location in files if isinstance(location, str)})
 
 
 def _without_weights(name: HubName, absent: str, sizes: Mapping[str, int]) -> ConfigError:

@@ -192,8 +192,8 @@ def _of_block(ranges: KeyRanges, source: int, context: ContextParallel) -> KeyRa
     if theirs[0][0] > own[-1][-1]:
         return None
     keys = context.moved(ranges.last, source)
-    found = replace(ranges, keys=keys, known=(own, theirs))
-    return found if context.kernels.sees(found) else None
+    of_block = replace(ranges, keys=keys, known=(own, theirs))
+    return of_block if context.kernels.sees(of_block) else None
 
 
 def _joined(out: Tensor, log_sums: Tensor, part: Tensor, part_sums: Tensor) -> tuple[Tensor, Tensor]:

@@ -113,14 +113,15 @@ class Float8Linear:
         Args:
             matrices: Matrices, and True for those whose scales reach over the parts of other ranks of tp.
         """
-        found = [self._magnitudes(matrix) for matrix, _ in matrices]
+        results = [self._magnitudes(matrix) for matrix, _ in matrices]
         shared = [index for index, (_, is_cut) in enumerate(matrices) if is_cut]
         if self.tp.axis.size > 1 and shared and self.recipe != "mxfp8":
-            flat = torch.cat([found[index].flatten() for index in shared])
-            parts = self.tp.comm.all_reduce(flat, self.tp.axis, "max").split([found[index].numel() for index in shared])
+            flat = torch.cat([results[index].flatten() for index in shared])
+            sizes = [results[index].numel() for index in shared]
+            parts = self.tp.comm.all_reduce(flat, self.tp.axis, "max").split(sizes)
             for index, part in zip(shared, parts, strict=True):
-                found[index] = part.view_as(found[index])
-        return found
+                results[index] = part.view_as(results[index])
+        return results
 
     def product(self, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], *, grad: bool = False) -> Tensor:
         """Product a @ b.T of matrices with their magnitudes, in the type of the matrices.

@@ -134,14 +134,14 @@ def with_exchanges(actions: Schedule) -> tuple[tuple[tuple[Action, ...], ...], .
     Returns:
         The same actions, each alone or joined with the next; both ends of a pair join the same transfers.
     """
-    places = [dict(zip(of_rank, range(len(of_rank)), strict=True)) for of_rank in actions]
+    positions = [dict(zip(of_rank, range(len(of_rank)), strict=True)) for of_rank in actions]
 
     def is_exchange(rank: int, first: Action, second: Action) -> bool:
         if not (first.is_transfer and second.is_transfer) or first.is_send == second.is_send:
             return False
         other, theirs = first.other_end(rank, len(actions))
         same, next_theirs = second.other_end(rank, len(actions))
-        return other == same and places[other][next_theirs] == places[other][theirs] + 1
+        return other == same and positions[other][next_theirs] == positions[other][theirs] + 1
 
     joined = []
     for rank, of_rank in enumerate(actions):

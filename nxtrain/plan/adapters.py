@@ -95,13 +95,13 @@ def adapted_layers(stage: Stage, tp: int, adapters: Adapters) -> tuple[AdaptedLa
 
 def expert_adapters(stage: Stage, tp: int, adapters: Adapters, ep_rank: int = 0) -> dict[str, dict[str, ShardSpec]]:
     """Adapters of the experts of each block of a stage: both matrices by name, for each path inside the block."""
-    found: dict[str, dict[str, ShardSpec]] = {}
+    by_module: dict[str, dict[str, ShardSpec]] = {}
     for name, weight in stage.block_specs(tp, ep_rank).items():
         path = name.removesuffix(".weight")
         if weight.expert and ".".join(path.split(".")[-2:]) in adapters.targets:
             a, b = expert_adapter_specs(weight, adapters.r)
-            found[path] = {f"{path}.lora_A": a, f"{path}.lora_B": b}
-    return found
+            by_module[path] = {f"{path}.lora_A": a, f"{path}.lora_B": b}
+    return by_module
 
 
 @lru_cache(maxsize=65_536)

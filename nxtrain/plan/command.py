@@ -94,7 +94,7 @@ def predict(path: Path, overrides: Sequence[str], question: Question, assumed: A
     problems = list(impossible(job))
     if problems:
         origins = setting.loaded.origins
-        raise ConfigError([replace(each, origin=origin_of(origins, each.key)) for each in problems])
+        raise ConfigError([replace(problem, origin=origin_of(origins, problem.key)) for problem in problems])
     return Prediction.of(job, assumed), "\n".join(filter(None, [setting.note, length]))
 
 
@@ -118,9 +118,9 @@ def find_layouts(path: Path, overrides: Sequence[str], question: Question, assum
     layouts: list[Prediction] = []
     rejected: list[Rejected] = []
     for method in methods:
-        found = search(setting.dimensions, setting.machine, setting.nodes, _by(method, config), assumed)
-        layouts += found.layouts
-        rejected += found.rejected
+        result = search(setting.dimensions, setting.machine, setting.nodes, _by(method, config), assumed)
+        layouts += result.layouts
+        rejected += result.rejected
     layouts.sort(key=lambda layout: layout.time.step_s)
     note = "\n".join(filter(None, [setting.note, length, assumed.unknown_length]))
     return Found(tuple(layouts), tuple(rejected)), note

@@ -120,7 +120,7 @@ class Inspection:
             "model": self.model_json(),
             "layout": {"world": self.job.world, "shard_size": self.job.shard_size, **layout_json(self.job)},
             "rank": rank,
-            "stages": [_stage_json(each) for each in chosen],
+            "stages": [_stage_json(first_rank) for first_rank in chosen],
             "tensors": tensors,
             "checkpoint": None if self.checkpoint is None else self.checkpoint.to_json(),
         }
@@ -141,7 +141,7 @@ def inspect(path: Path, overrides: Sequence[str]) -> Inspection:
     checkpoint = _checkpoint(path) if is_run else None
     recorded = _recorded(path) if is_run else {}
     config = loaded.config
-    if not config.parallel.dp and not any(each.startswith("parallel.") for each in overrides):
+    if not config.parallel.dp and not any(override.startswith("parallel.") for override in overrides):
         parallel = config.parallel.model_copy(update={"dp": int(recorded.get("dp", 0))})
         config = config.model_copy(update={"parallel": parallel})
     parallel, cluster = config.parallel, config.cluster
@@ -168,12 +168,12 @@ def inspect(path: Path, overrides: Sequence[str]) -> Inspection:
 def _recorded(run: Path) -> dict[str, Any]:
     """Ranks and degrees of the newest start of a run; empty if they are unknown."""
     try:
-        found = json.loads(read_text(run / ENVIRONMENT_FILE))
+        content = json.loads(read_text(run / ENVIRONMENT_FILE))
     except (OSError, RecursionError, ValueError):
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         return {}
-    return {name: value for name, value in found.items() if isinstance(value, int)}
+    return {name: value for name, value in content.items() if isinstance(value, int)}
 
 
 def _checkpoint(run: Path) -> CheckpointFacts | None:

@@ -110,12 +110,12 @@ def _work(  # 7 arguments that a search repeats
     rounds = rounds_of(matrices, holders * helpers)
     exchanged, gathered = exchanged_bytes(rounds, axis, shard, helpers)
     flops = memory = 0
-    for each in rounds:
-        flops += matrix_flops(each.spec, steps)
-        piece = math.prod(piece_shape(each.spec, axis, shard)) * EXCHANGED_BYTES
+    for round_ in rounds:
+        flops += matrix_flops(round_.spec, steps)
+        piece = math.prod(piece_shape(round_.spec, axis, shard)) * EXCHANGED_BYTES
         # Rows of the round's matrices and of all slots; slots before and after the work, and its result.
-        slots = len(each.names) + holders * (2 * helpers + 3)
-        largest = max(math.prod(each.spec.global_shape(segment)) for segment in each.spec.segments)
+        slots = len(round_.names) + holders * (2 * helpers + 3)
+        largest = max(math.prod(round_.spec.global_shape(segment)) for segment in round_.spec.segments)
         memory = max(memory, slots * piece + 3 * largest * EXCHANGED_BYTES)
     return MuonWork(flops, holders, helpers, exchanged, gathered, memory)
 

@@ -93,8 +93,8 @@ class Prediction:
     @staticmethod
     def of(job: Job, assumed: Assumptions) -> Prediction:
         """Prediction for a run."""
-        stage, found = rank_bytes(job)
-        return Prediction(job, assumed, stage, found, step_time(job))
+        stage, num_bytes = rank_bytes(job)
+        return Prediction(job, assumed, stage, num_bytes, step_time(job))
 
     @property
     def reasons(self) -> list[str]:

@@ -74,10 +74,10 @@ class Found:
         """The result as JSON."""
         return {
             "reason": self.reason,
-            "layouts": [found.to_json() for found in self.layouts],
+            "layouts": [layout.to_json() for layout in self.layouts],
             "rejected": [
-                {"method": each.job.method, "parallel": layout_json(each.job), "reason": each.reason}
-                for each in self.rejected
+                {"method": bad.job.method, "parallel": layout_json(bad.job), "reason": bad.reason}
+                for bad in self.rejected
             ],
         }
 
@@ -102,10 +102,10 @@ def search(dimensions: Dimensions, machine: Machine, nodes: int, config: RunConf
             continue
         fitting, least = _try(job, assumed)
         if fitting:
-            layouts.append(min(fitting, key=lambda found: found.time.step_s))
+            layouts.append(min(fitting, key=lambda layout: layout.time.step_s))
         else:
             rejected.append(Rejected(least, Prediction.of(least, assumed).reasons[0]))
-    layouts.sort(key=lambda found: found.time.step_s)
+    layouts.sort(key=lambda layout: layout.time.step_s)
     return Found(tuple(layouts), tuple(rejected))
 
 
@@ -117,13 +117,13 @@ def _try(job: Job, assumed: Assumptions) -> tuple[list[Prediction], Job]:
     fitting: list[Prediction] = []
     least, least_bytes = job, -1
     for details in _details(job):
-        for each in details:
-            stage, found = rank_bytes(each)
-            if found.total <= job.machine.device_bytes:
-                fitting.append(Prediction(each, assumed, stage, found, step_time(each)))
+        for detail in details:
+            stage, num_bytes = rank_bytes(detail)
+            if num_bytes.total <= job.machine.device_bytes:
+                fitting.append(Prediction(detail, assumed, stage, num_bytes, step_time(detail)))
                 break
-            if least_bytes < 0 or found.total < least_bytes:
-                least, least_bytes = each, found.total
+            if least_bytes < 0 or num_bytes.total < least_bytes:
+                least, least_bytes = detail, num_bytes.total
     return fitting, least
 
 
@@ -224,7 +224,7 @@ def _details(job: Job) -> Iterator[Iterator[Job]]:
     per_rank = job.config.train.global_batch // job.config.parallel.dp
     for virtual_pp, schedule in orders(job):
         parallel = job.config.parallel.model_copy(update={"virtual_pp": virtual_pp, "schedule": schedule})
-        for micro_batch in [each for each in divisors(per_rank) if each <= MAX_MICRO_BATCH]:
+        for micro_batch in [size for size in divisors(per_rank) if size <= MAX_MICRO_BATCH]:
             yield (_with(job, parallel, micro_batch, remat) for remat in REMATS)
 
 
@@ -238,8 +238,8 @@ def orders(job: Job) -> list[tuple[int, Order]]:
     parallel = job.config.parallel
     if parallel.pp == 1:
         return [(1, "1f1b")]
-    found: list[tuple[int, Order]] = [
-        (each, "1f1b") for each in CHUNKS if parallel.pp * each <= job.dimensions.num_layers
+    results: list[tuple[int, Order]] = [
+        (chunks, "1f1b") for chunks in CHUNKS if parallel.pp * chunks <= job.dimensions.num_layers
     ]
     postponing = job.config.model_copy(update={"parallel": parallel.model_copy(update={"schedule": "zero_bubble"})})
-    return found if job.is_lazy or any(order(postponing)) else [*found, (1, "zero_bubble")]
+    return results if job.is_lazy or any(order(postponing)) else [*results, (1, "zero_bubble")]

@@ -27,11 +27,11 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else WIDTH, markup=False, highlight=False)
 
 
-def show(found: Prediction, note: str) -> None:
+def show(prediction: Prediction, note: str) -> None:
     """Print the prediction for one layout."""
     screen = console()
-    job = found.job
-    data = found.to_json()
+    job = prediction.job
+    data = prediction.to_json()
     parallel = job.config.parallel
     if note:
         screen.print(note)
@@ -40,9 +40,9 @@ def show(found: Prediction, note: str) -> None:
         f"shard={parallel.shard}, {job.num_micro} micro-batches of "
         f"{job.config.train.micro_batch} x {job.config.train.seq_len} tokens"
     )
-    memory = Table(f"device memory, stage {found.stage}", "GiB", box=box.SIMPLE_HEAD)
+    memory = Table(f"device memory, stage {prediction.stage}", "GiB", box=box.SIMPLE_HEAD)
     memory.columns[1].justify = "right"
-    for name, size in found.bytes.to_json().items():
+    for name, size in prediction.bytes.to_json().items():
         memory.add_row(name, f"{size / GIB:.3f}")
     memory.add_row("device", f"{job.machine.device_bytes / GIB:.3f}")
     for name, size in data["host_bytes"].items():
@@ -50,16 +50,16 @@ def show(found: Prediction, note: str) -> None:
             memory.add_row(f"host: {name}", f"{size / GIB:.3f}")
     screen.print(memory)
     times = Table("prediction", "value", "", box=box.SIMPLE_HEAD)
-    for row in _rows(found):
+    for row in _rows(prediction):
         times.add_row(*row)
     screen.print(times)
-    screen.print("fits" if data["fits"] else "\n".join(["does not fit:", *found.reasons]))
-    if found.assumed.unknown_length:
-        screen.print(found.assumed.unknown_length)
+    screen.print("fits" if data["fits"] else "\n".join(["does not fit:", *prediction.reasons]))
+    if prediction.assumed.unknown_length:
+        screen.print(prediction.assumed.unknown_length)
 
 
-def _rows(found: Prediction) -> list[tuple[str, str, str]]:
-    data, time = found.to_json(), found.time
+def _rows(prediction: Prediction) -> list[tuple[str, str, str]]:
+    data, time = prediction.to_json(), prediction.time
     checkpoint = data["checkpoint"]
     run = data["run"]
     graphs = data["compile"]
@@ -68,47 +68,47 @@ def _rows(found: Prediction) -> list[tuple[str, str, str]]:
     nd = "flops_4nd" if "flops_4nd" in run else "flops_6nd"
     rows = [
         ("trained", f"{data['trained_share']:.2%}", f"{data['trained_params']:,} parameters, by {data['method']}"),
-        *_experts(found.job),
+        *_experts(prediction.job),
         ("whole model", f"{model['total'] / 1e9:,.4g} GB", kinds),
         ("step", duration(time.step_s), f"compute {duration(time.compute_s)}, update {duration(time.update_s)}"),
-        ("throughput", f"{found.tokens_per_s:,.0f} tokens/s", f"{data['sequences_per_s']:,.2f} sequences/s"),
+        ("throughput", f"{prediction.tokens_per_s:,.0f} tokens/s", f"{data['sequences_per_s']:,.2f} sequences/s"),
         ("MFU", f"{time.mfu:.1%}", "operations of the model, causal attention, over the bf16 peak"),
         ("constants", "", time.basis),
         ("bubble", f"{time.bubble:.1%}", "share of the pipeline's time"),
     ]
-    if found.job.backend == ON_GPUS:
-        kernel = choose_torch(ON_GPUS, found.job.config.backend.attention, found.job.attention_shape)
+    if prediction.job.backend == ON_GPUS:
+        kernel = choose_torch(ON_GPUS, prediction.job.config.backend.attention, prediction.job.attention_shape)
         assert kernel is not None, "a GPU announces its kernel"
         rows.append(("attention", kernel.kind, kernel.reason))
-    elif found.job.attention_shape.limits or found.job.attention == "blocked":
-        rows.append(("attention", found.job.attention, _attention_cost(found.job)))
+    elif prediction.job.attention_shape.limits or prediction.job.attention == "blocked":
+        rows.append(("attention", prediction.job.attention, _attention_cost(prediction.job)))
     rows += [
         (f"{t.axis} traffic", f"{t.bytes / 1e9:,.2f} GB", f"{duration(t.seconds)} by {t.link}, {t.hidden:.0%} hidden")
         for t in time.traffic
     ]
     best = f"every {checkpoint['best_every']:,} steps ({duration(checkpoint['best_interval_s'])})"
     rows += [
-        ("checkpoint", f"{found.checkpoint_bytes / 1e9:,.1f} GB", f"written in {duration(checkpoint['write_s'])}"),
+        ("checkpoint", f"{prediction.checkpoint_bytes / 1e9:,.1f} GB", f"written in {duration(checkpoint['write_s'])}"),
         ("best interval", best, f"a failure every {duration(checkpoint['mtbf_s'])}"),
         ("goodput", f"{checkpoint['goodput']:.1%}", "at this interval"),
         ("Chinchilla", f"{run['chinchilla_tokens']:.3g} tokens", "20 per parameter"),
     ]
-    if found.days is None:
+    if prediction.days is None:
         rows.append(("time, cost", "unknown", "as is the length of the run"))
     else:
-        cost = found.cost_usd
+        cost = prediction.cost_usd
         with_failures = "failures leave no time for a step and its checkpoint"
         if run["days_with_failures"] is not None:
             with_failures = f"{run['days_with_failures']:,.2f} days with failures"
-        of = "of up to" if found.ramp else "of"
+        of = "of up to" if prediction.ramp else "of"
         rows += [
-            ("steps", f"{run['steps']:,}", f"{of} {found.job.tokens_per_step:,} tokens"),
-            *_ramps(found),
+            ("steps", f"{run['steps']:,}", f"{of} {prediction.job.tokens_per_step:,} tokens"),
+            *_ramps(prediction),
             ("learning rate", run["schedule"], run["learning_rates"]),
             ("tokens", f"{run['tokens']:.3g}", f"{nd[-3:].upper()}: {run[nd]:.3g} operations"),
             *_data_set(run),
-            ("time", f"{found.days:,.2f} days", with_failures),
-            ("device hours", f"{run['device_hours']:,.4g}", f"of {found.job.world:,} devices, without failures"),
+            ("time", f"{prediction.days:,.2f} days", with_failures),
+            ("device hours", f"{run['device_hours']:,.4g}", f"of {prediction.job.world:,} devices, without failures"),
             ("cost", "none" if cost is None else f"{cost:,.0f} USD", data["cost_note"]),
         ]
     if graphs["graphs"]:
@@ -116,10 +116,10 @@ def _rows(found: Prediction) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _ramps(found: Prediction) -> list[tuple[str, str, str]]:
+def _ramps(prediction: Prediction) -> list[tuple[str, str, str]]:
     """Rows of the parts of a run whose batches or sequences grow; none without a ramp."""
     rows = []
-    for number, part in enumerate(found.ramp, 1):
+    for number, part in enumerate(prediction.ramp, 1):
         sequences = f"{part.job.config.train.global_batch:,} rows"
         if part.job.shorter_len:
             sequences += f" in sequences of {part.job.sequence_len:,} tokens"
@@ -155,7 +155,7 @@ def _attention_cost(job: Job) -> str:
     return f"{limits}: a call for each document, planned as one for the row"
 
 
-def show_found(found: Found, note: str, top: int) -> None:
+def show_found(result: Found, note: str, top: int) -> None:
     """Print the layouts of a search, and the reasons against the others."""
     screen = console()
     if note:
@@ -164,38 +164,38 @@ def show_found(found: Found, note: str, top: int) -> None:
         *("method", "tp", "cp", "pp", "dp", "shard", "order", "micro", "remat", "GiB", "step", "tokens/s", "MFU"),
         box=box.SIMPLE_HEAD,
     )
-    for each in found.layouts[:top]:
-        parallel, train = each.job.config.parallel, each.job.config.train
+    for layout in result.layouts[:top]:
+        parallel, train = layout.job.config.parallel, layout.job.config.train
         order = f"{parallel.virtual_pp} x 1f1b"
         if parallel.schedule == "zero_bubble":
             order = "zero bubble"
         layouts.add_row(
-            each.job.method,
+            layout.job.method,
             *(str(degree) for degree in (parallel.tp, parallel.cp, parallel.pp, parallel.dp)),
             parallel.shard,
             order,
             str(train.micro_batch),
             train.remat,
-            f"{each.bytes.total / GIB:.2f}",
-            duration(each.time.step_s),
-            f"{each.tokens_per_s:,.0f}",
-            f"{each.time.mfu:.1%}",
+            f"{layout.bytes.total / GIB:.2f}",
+            duration(layout.time.step_s),
+            f"{layout.tokens_per_s:,.0f}",
+            f"{layout.time.mfu:.1%}",
         )
-    screen.print(layouts if found.layouts else "no layout fits")
-    if found.reason:
-        screen.print(found.reason)
-    more = len(found.layouts) - top
+    screen.print(layouts if result.layouts else "no layout fits")
+    if result.reason:
+        screen.print(result.reason)
+    more = len(result.layouts) - top
     if more > 0:
-        screen.print(f"and {more} slower layouts; --top {len(found.layouts)} shows all")
-    if found.rejected:
+        screen.print(f"and {more} slower layouts; --top {len(result.layouts)} shows all")
+    if result.rejected:
         rejected = Table("method", "tp", "cp", "pp", "dp", "shard", "reason", box=box.SIMPLE_HEAD)
-        for bad in found.rejected[:top]:
+        for bad in result.rejected[:top]:
             parallel = bad.job.config.parallel
             degrees = (parallel.tp, parallel.cp, parallel.pp, parallel.dp)
             rejected.add_row(bad.job.method, *(str(degree) for degree in degrees), parallel.shard, bad.reason)
         screen.print(rejected)
-        if len(found.rejected) > top:
-            screen.print(f"and {len(found.rejected) - top} more rejected; --json has all")
+        if len(result.rejected) > top:
+            screen.print(f"and {len(result.rejected) - top} more rejected; --json has all")
 
 
 def show_trace(compared: Mapping[str, tuple[int, int]]) -> None:

@@ -16,10 +16,10 @@ from nxtrain.plan.tensors import Held, Rank
 MIB = 1 << 20
 
 
-def show_inspection(found: Inspection, rank: int | None, *, tree: bool) -> None:
+def show_inspection(inspection: Inspection, rank: int | None, *, tree: bool) -> None:
     """Print the model, the stages, and with `tree` the parameters; of one rank if it is given."""
-    screen, chosen = console(), found.chosen(rank)
-    for line in _model_lines(found):
+    screen, chosen = console(), inspection.chosen(rank)
+    for line in _model_lines(inspection):
         screen.print(line)
     stages = Table("stage", "blocks", "and", "units", "params", "frozen", "grads", "optimizer", "MiB of a rank")
     stages.box = box.SIMPLE_HEAD
@@ -30,16 +30,16 @@ def show_inspection(found: Inspection, rank: int | None, *, tree: bool) -> None:
     screen.print(stages)
     if tree:
         screen.print(_tree(chosen))
-    if found.checkpoint is not None:
-        facts = found.checkpoint
+    if inspection.checkpoint is not None:
+        facts = inspection.checkpoint
         degrees = " ".join(f"{axis}={size}" for axis, size in facts.mesh.items())
         screen.print(
             f"newest checkpoint: step {facts.step:,}, {facts.num_bytes:,} bytes, {facts.world} ranks: {degrees}"
         )
 
 
-def _model_lines(found: Inspection) -> Iterator[str]:
-    data, job = found.model_json(), found.job
+def _model_lines(inspection: Inspection) -> Iterator[str]:
+    data, job = inspection.model_json(), inspection.job
     params = data["params"]
     dimensions = job.dimensions
     parallel = job.config.parallel

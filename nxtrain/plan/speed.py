@@ -169,8 +169,8 @@ def step_time(job: Job, *, hides_tp: bool = True, fused_context: bool = False) -
     moved_bytes = 2 * state_bytes + reduced_bytes(job, slowest)
     update_s = moved_bytes / (job.machine.memory_bytes_s * MEMORY_SHARE) + products_s(job, slowest, speed.products)
     update_traffic = tuple(_update_traffic(job, slowest, links))
-    step_s = work_s + exposed_sync_s + update_s + sum(each.seconds for each in update_traffic)
-    waiting = 1.0 - job.num_micro * sum(each + exposed_gather_s + sends_s for each in busy) / (parallel.pp * work_s)
+    step_s = work_s + exposed_sync_s + update_s + sum(one.seconds for one in update_traffic)
+    waiting = 1.0 - job.num_micro * sum(one + exposed_gather_s + sends_s for one in busy) / (parallel.pp * work_s)
     flops = model_flops_per_token(job) * job.tokens_per_step
     own = parts[slowest :: parallel.pp]
     tp_own_s, cp_own_s = sum(part.tp_s for part in own), sum(part.cp_s for part in own)
@@ -236,15 +236,15 @@ class Rates:
 def _parts(job: Job, links: Links, rates: Rates, code: Code) -> list[PartTime]:
     """Seconds of every part for a micro-batch."""
     costs: dict[tuple[object, bool], PartTime] = {}
-    found = []
+    results = []
     for chunk in range(job.config.parallel.virtual_pp):
         for parts in job.parts:
             blocks, last = parts[chunk].blocks, parts[chunk].last
             kind = tuple(job.dimensions.windows(blocks)), last
             if kind not in costs:
                 costs[kind] = _part(job, blocks, last, links, rates, code)
-            found.append(costs[kind])
-    return found
+            results.append(costs[kind])
+    return results
 
 
 def _part(job: Job, blocks: range, has_head: bool, links: Links, rates: Rates, code: Code) -> PartTime:

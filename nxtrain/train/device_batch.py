@@ -83,5 +83,5 @@ class DeviceBatch:
             if tokens_axis is not None:
                 own = own.chunk(tokens_axis.size, dim=-1)[tokens_axis.rank]
             counted = [put(micro_batch.t().logical_not().float().contiguous()) for micro_batch in own]
-        each = [] if starts is None else put_each(starts)
-        return DeviceBatch(put_each(inputs), put_each(targets), each, pairs, counted)
+        of_documents = [] if starts is None else put_each(starts)
+        return DeviceBatch(put_each(inputs), put_each(targets), of_documents, pairs, counted)

@@ -71,10 +71,10 @@ def _of_corpus(context: RunContext, samples: PairSamples) -> LogProbs:
     backend = context.backend
     mesh = context.mesh
     state = build_state(plan, build_model(plan, backend, mesh, init="hf"), backend, mesh)
-    found = _compute(context, state, samples.of_all_pairs())
-    context.ranks.on_leader(lambda: _write(file, found), f"cannot write {file}")
+    log_probs = _compute(context, state, samples.of_all_pairs())
+    context.ranks.on_leader(lambda: _write(file, log_probs), f"cannot write {file}")
     context.print_line(f"the reference of {context.config.model.hf} is written to {file}")
-    return found
+    return log_probs
 
 
 def _compute(context: RunContext, state: TrainState, samples: PairSamples) -> LogProbs:
@@ -82,7 +82,7 @@ def _compute(context: RunContext, state: TrainState, samples: PairSamples) -> Lo
     train, mesh = context.config.train, context.mesh
     share = BatchShare(train.global_batch, train.micro_batch, mesh.dp.rank, mesh.dp.size)
     loader = Loader(samples, share, seed=0, shuffle=False, doc_mask=True, past_end="pad")
-    places: list[NDArray[np.int64]] = []
+    indices: list[NDArray[np.int64]] = []
     values: list[LogProbs] = []
     shown = Progress("computing the reference", loader.steps_per_epoch) if context.is_leader else nullcontext()
     with shown as progress:
@@ -91,19 +91,19 @@ def _compute(context: RunContext, state: TrainState, samples: PairSamples) -> Lo
             batch = loader.batch(step)
             for kind, rows in enumerate(filter(None, (batch, batch.swapped))):
                 assert rows.answers is not None
-                found = answer_log_probs(state, on_device(state, rows))
-                if found:
+                of_answers = answer_log_probs(state, on_device(state, rows))
+                if of_answers:
                     is_there = rows.answers.lengths > 0
                     documents = samples.answers(loader.indices(step)).reshape(is_there.shape)
-                    log_probs = torch.stack([x.cpu() for x in found]).numpy()
-                    places.append(kind * samples.num_documents + documents[is_there])
+                    log_probs = torch.stack([x.cpu() for x in of_answers]).numpy()
+                    indices.append(kind * samples.num_documents + documents[is_there])
                     values.append(log_probs[is_there])
             if progress is not None:
                 progress.show(step + 1)
     whole = np.full((1 + samples.labelled, samples.num_documents), np.nan, np.float32)
     # Equal on the ranks of tp and cp, of which one speaks; pairs longer than a row stay NaN, and no row has them.
     speaks = mesh.tp.rank == mesh.cp.rank == 0 and bool(values)
-    mine = (np.concatenate(places), np.concatenate(values)) if speaks else None
+    mine = (np.concatenate(indices), np.concatenate(values)) if speaks else None
     for part in context.ranks.gather(mine):
         if part is not None:
             whole.flat[part[0]] = part[1]

@@ -315,19 +315,19 @@ def answer_log_probs(state: TrainState, batch: DeviceBatch) -> list[Tensor]:
     """Log-probabilities of the answers of each micro-batch, (B, 2K) float32; none before the last pipeline stage."""
     preferences = state.preferences
     assert preferences is not None
-    found: list[Tensor] = []
+    log_probs: list[Tensor] = []
 
     def note(losses: Tensor, _: Tensor) -> Tensor:
-        found.append(preferences.log_probs(losses, batch.pairs[len(found)]))
+        log_probs.append(preferences.log_probs(losses, batch.pairs[len(log_probs)]))
         return losses
 
     if state.pipeline is not None:
         state.pipeline.evaluate(batch.micro_batches, note)
-        return found
+        return log_probs
     for inputs, targets, *documents in batch.micro_batches:
         note(state.lm.loss(inputs, targets, *documents), targets)
         state.backend.step_boundary()
-    return found
+    return log_probs
 
 
 def _per_token(state: TrainState, num_tokens: Tensor) -> Tensor:

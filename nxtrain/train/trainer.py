@@ -202,8 +202,8 @@ class Trainer:
         preferences = self.state.preferences
         sums = dict.fromkeys(("loss", "targets") if preferences is None else preferences.sums, 0.0)
         for index in range(min(self.config.train.eval_batches, self.validation.steps_per_epoch)):
-            found = eval_step(self.state, self._put(self.validation.batch(index)))
-            for name, values in zip(sums, zip(*found, strict=True), strict=True):
+            of_batch = eval_step(self.state, self._put(self.validation.batch(index)))
+            for name, values in zip(sums, zip(*of_batch, strict=True), strict=True):
                 numbers = backend.fetch({str(row): value for row, value in enumerate(values)})
                 sums[name] += math.fsum(numbers.values())
         loss, num_tokens = sums.pop("loss"), sums.pop("targets")

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -262,3 +263,12 @@ def test_functions_are_short_and_take_few_arguments_or_give_a_reason() -> None:
     paths = [path for path in LIBRARY if not inside(path, COMMANDS)]
     sources = {name(path): path.read_text(encoding="utf-8") for path in paths}
     assert {path: result for path, source in sources.items() if (result := too_large(source))} == {}
+
+
+def test_no_class_name_is_used_twice() -> None:
+    names = Counter[str]()
+    for path in LIBRARY:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                names[node.name] += 1
+    assert [name for name, number in names.items() if number > 1] == []

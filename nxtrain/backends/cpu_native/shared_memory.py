@@ -118,8 +118,8 @@ class Exchange:
             for rank in self._ranks:
                 files.append(os.open(f"/proc/{boxes[rank].process}/fd/{boxes[rank].file}", os.O_RDWR))
                 self._processes[rank] = os.pidfd_open(boxes[rank].process)
-            place, number = self._ranks.index(self._rank), len(files)
-            self._handle = self._library.nx_open_exchange((c_int * number)(*files), number, place, self._bytes)
+            position, number = self._ranks.index(self._rank), len(files)
+            self._handle = self._library.nx_open_exchange((c_int * number)(*files), number, position, self._bytes)
             if not self._handle:
                 raise OSError("the memory of another rank cannot be mapped")
         finally:
@@ -173,15 +173,15 @@ class Exchange:
         """
         until, has_ended = time.monotonic() + limit_s, False
         while not self._library.nx_wait(self._handle, operation, int(SLICE_S * 1e6)):
-            place = self._library.nx_missing(self._handle, lane, operation)
-            if place < 0:
+            position = self._library.nx_missing(self._handle, lane, operation)
+            if position < 0:
                 continue
             # The last chunk of a rank that has ended may have come since: it counts in the next slice.
             if has_ended or time.monotonic() > until:
-                return self._ranks[place], has_ended
+                return self._ranks[position], has_ended
             looking = select.poll()  # not `select`, which takes no file descriptor above 1023
-            looking.register(self._processes[self._ranks[place]], select.POLLIN)
-            has_ended = bool(looking.poll(0) or self._library.nx_has_left(self._handle, place))
+            looking.register(self._processes[self._ranks[position]], select.POLLIN)
+            has_ended = bool(looking.poll(0) or self._library.nx_has_left(self._handle, position))
         del self._held[operation]
         return None
 
@@ -338,14 +338,14 @@ class SharedMemoryCollectives(C10dCollectives):
             even = (x.shape[0] // axis.size,) * axis.size
             rows = RowCounts(even, even)
         out = x.new_empty(sum(rows.received), *x.shape[1:])
-        blocks, places = x.split(rows.sent), out.split(rows.received)
-        places[axis.rank].copy_(blocks[axis.rank])
+        blocks, slots = x.split(rows.sent), out.split(rows.received)
+        slots[axis.rank].copy_(blocks[axis.rank])
         parts: list[Pending[Any]] = []
         # Each rank begins with its next neighbour, so that not all ranks send to the first rank at once.
         for distance in range(1, axis.size):
             to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
             parts.append(self._start(self._link_to(axis, to), SEND, blocks[to], None, None))
-            parts.append(self._start(self._link_to(axis, source), RECEIVE, None, places[source], places[source]))
+            parts.append(self._start(self._link_to(axis, source), RECEIVE, None, slots[source], slots[source]))
         return _Several(parts, out)
 
     def _start_sum(self, flat: Tensor, axis: Axis, scale: float) -> Pending[Tensor]:

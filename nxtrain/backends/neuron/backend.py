@@ -134,7 +134,7 @@ class NeuronBackend(XlaBackend):
         return dict.fromkeys(fetched_names(values), 1.0)
 
     def choose_attention(self, wanted: str, shape: AttentionShape) -> None:
-        found = choose(
+        choice = choose(
             wanted,
             shape,
             this_machine(),
@@ -142,10 +142,10 @@ class NeuronBackend(XlaBackend):
             sdk.installed("neuronx-distributed"),
             allow_unverified=self.allow_unverified,
         )
-        flash = load() if found.is_flash else None
-        of_ranges = bounded.load(found.lnc) if found.kind == "bounded" else None
-        self.kernels = NeuronKernels(rounds=self._rounds, flash=flash, bounded=of_ranges, lnc=found.lnc)
-        self.attention = found
+        flash = load() if choice.is_flash else None
+        of_ranges = bounded.load(choice.lnc) if choice.kind == "bounded" else None
+        self.kernels = NeuronKernels(rounds=self._rounds, flash=flash, bounded=of_ranges, lnc=choice.lnc)
+        self.attention = choice
 
     def notes(self) -> tuple[str, ...]:
         is_flash = self.attention is not None and self.attention.is_flash

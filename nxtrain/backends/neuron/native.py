@@ -68,14 +68,14 @@ class NeuronNativeBackend(AcceleratorBackend):
 
     @staticmethod
     def support() -> Support:
-        found = torchneuron.support(devices=not torchneuron.compiles_only(os.environ))
-        if found.ok and not hasattr(torch, DEVICE_TYPE):
+        supported = torchneuron.support(devices=not torchneuron.compiles_only(os.environ))
+        if supported.ok and not hasattr(torch, DEVICE_TYPE):
             reason = (
                 f"torch {torch.__version__} has no device {DEVICE_TYPE!r}, though TorchNeuron is installed; torch "
                 "loads it unless TORCH_DEVICE_BACKEND_AUTOLOAD=0, so unset that"
             )
             return Support(False, f"{reason}\n    or {torchneuron.ELSEWHERE}")
-        return found
+        return supported
 
     def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
         return dict.fromkeys(fetched_names(values), 1.0) if self.extracts else super().fetch(values)

@@ -48,17 +48,21 @@ def choose_native(wanted: str, shape: AttentionShape, *, switched_off: bool) -> 
 
 
 def _obstacles(shape: AttentionShape) -> list[str]:
-    found = []
+    obstacles = []
     if shape.params != "bf16":
-        found.append(f"TorchNeuron's kernel multiplies in bf16, which precision.params={shape.params} does not ask for")
+        obstacles.append(
+            f"TorchNeuron's kernel multiplies in bf16, which precision.params={shape.params} does not ask for"
+        )
     if shape.seq_len % SEQUENCE_TILE:
-        found.append(f"train.seq_len={shape.seq_len} is no multiple of {SEQUENCE_TILE}, as TorchNeuron's kernel needs")
+        obstacles.append(
+            f"train.seq_len={shape.seq_len} is no multiple of {SEQUENCE_TILE}, as TorchNeuron's kernel needs"
+        )
     if shape.head_size > MAX_HEAD_SIZE:
-        found.append(f"heads are {shape.head_size} wide, and TorchNeuron's kernel takes {MAX_HEAD_SIZE} at most")
+        obstacles.append(f"heads are {shape.head_size} wide, and TorchNeuron's kernel takes {MAX_HEAD_SIZE} at most")
     heads = shape.micro_batch * shape.num_heads
     if heads > MAX_HEADS:
-        found.append(
+        obstacles.append(
             f"train.micro_batch={shape.micro_batch} x {shape.num_heads} heads per rank = {heads}, and TorchNeuron's "
             f"kernel takes {MAX_HEADS} at most"
         )
-    return found
+    return obstacles

@@ -21,8 +21,8 @@ class NeuronNativeDiagnostics(C10dDiagnostics):
     """Measurements of one logical core."""
 
     def fallbacks(self) -> tuple[str, ...]:
-        found: Iterable[object] = _call("get_fallback_ops") or ()
-        return tuple(sorted(map(str, found)))
+        operations: Iterable[object] = _call("get_fallback_ops") or ()
+        return tuple(sorted(map(str, operations)))
 
     def forget_fallbacks(self) -> None:
         _call("clear_op_tracking")
@@ -62,9 +62,9 @@ def _call(name: str) -> Any:
 
 def find_function(name: str) -> Callable[[], Any] | None:
     """Function of `torch.neuron`, or of `torch_neuronx` where older releases have it; None without one."""
-    found = _function(getattr(torch, DEVICE_TYPE, None), name)
-    if found is not None:
-        return found
+    function = _function(getattr(torch, DEVICE_TYPE, None), name)
+    if function is not None:
+        return function
     try:
         import torch_neuronx
     except ImportError:
@@ -73,5 +73,5 @@ def find_function(name: str) -> Callable[[], Any] | None:
 
 
 def _function(module: object, name: str) -> Callable[[], Any] | None:
-    found = getattr(module, name, None)
-    return found if callable(found) else None
+    function = getattr(module, name, None)
+    return function if callable(function) else None

@@ -77,11 +77,12 @@ def _defect(way: Rounder, put: Callable[[Tensor], Tensor]) -> str:
     wrong = 0
     try:
         for number in STEPS:
-            wanted, found = torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16), put(torch.zeros(ROWS, COLUMNS).bfloat16())
+            wanted = torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16)
+            actual = put(torch.zeros(ROWS, COLUMNS).bfloat16())
             step = torch.tensor(number)
             round_by_pairs(x, wanted, key, step_hash(step))
-            way(put(x), found, _put(key, put), step_hash(put(step)))
-            wrong += int((found.cpu().view(torch.int16) != wanted.view(torch.int16)).sum())
+            way(put(x), actual, _put(key, put), step_hash(put(step)))
+            wrong += int((actual.cpu().view(torch.int16) != wanted.view(torch.int16)).sum())
     # An operation or a type that the device lacks, or a graph that its compiler refuses; the run's note says which.
     except (RuntimeError, TypeError) as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
@@ -94,12 +95,12 @@ def _sample() -> Tensor:
     The bits of a NaN may differ between devices without harm.
     """
     bits = mix_(torch.arange(ROWS * COLUMNS, dtype=torch.int32))
-    found = bits.view(torch.float32).view(ROWS, COLUMNS).clone()
-    found[found.isnan()] = 1.0 + 2.0**-9
-    for place, value in enumerate((0.0, -0.0, 1e-45, float("inf"), -float("inf"), torch.finfo(torch.float32).max)):
-        found[place, 0] = value
+    values = bits.view(torch.float32).view(ROWS, COLUMNS).clone()
+    values[values.isnan()] = 1.0 + 2.0**-9
+    for row, value in enumerate((0.0, -0.0, 1e-45, float("inf"), -float("inf"), torch.finfo(torch.float32).max)):
+        values[row, 0] = value
     # A device may flush subnormal numbers to zero in other operations; rounding must keep their bits.
-    return found
+    return values
 
 
 def _key() -> RoundingKey:

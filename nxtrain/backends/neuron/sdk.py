@@ -91,10 +91,10 @@ class Package:
 def installed(name: str) -> Package | None:
     """Installed package of a name; None if there is none."""
     try:
-        found = distribution(name)
+        package = distribution(name)
     except PackageNotFoundError:
         return None
-    return Package(name, found.version, _PLACEHOLDER in (found.read_text("METADATA") or ""))
+    return Package(name, package.version, _PLACEHOLDER in (package.read_text("METADATA") or ""))
 
 
 def detect() -> SdkVersion | None:

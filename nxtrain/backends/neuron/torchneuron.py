@@ -227,5 +227,5 @@ def _wrong_packages() -> Iterator[str]:
     if torch is not None and tuple(map(int, torch.version.split(".")[:2])) < tuple(map(int, TORCH[0].split("."))):
         yield f"torch {torch.version} is too old: TorchNeuron is made for torch {' and '.join(TORCH)}"
     if sys.version_info < PYTHON:
-        found, needed = (".".join(map(str, version[:2])) for version in (sys.version_info, PYTHON))
-        yield f"Python {found} is too old: TorchNeuron has packages for {needed} and newer"
+        running, needed = (".".join(map(str, version[:2])) for version in (sys.version_info, PYTHON))
+        yield f"Python {running} is too old: TorchNeuron has packages for {needed} and newer"

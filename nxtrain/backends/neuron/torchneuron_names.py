@@ -34,15 +34,15 @@ def found_in(files: Iterable[Path], name: str) -> bool:
 @lru_cache
 def _files() -> tuple[Path, ...]:
     """Files with code of the installed packages, small ones first."""
-    found: list[Path] = []
+    results: list[Path] = []
     for package in PACKAGES:
         try:
             names = distribution(package).files or ()
         except PackageNotFoundError:
             continue
-        code = (Path(str(each.locate())) for each in names if set(each.suffixes) & set(CODE))
-        found += [path for path in code if path.is_file()]
-    return tuple(sorted(found, key=lambda path: path.stat().st_size))
+        code = (Path(str(file.locate())) for file in names if set(file.suffixes) & set(CODE))
+        results += [path for path in code if path.is_file()]
+    return tuple(sorted(results, key=lambda path: path.stat().st_size))
 
 
 @lru_cache(maxsize=4096)

@@ -44,17 +44,17 @@ def pending(device: torch.device) -> list[Tensor]:
 
 def tensors_on(device: torch.device, objects: Sequence[object]) -> list[Tensor]:
     """Tensors of a device among some objects, without those that another thread is freeing."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some modules warn when their type is read
         kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
-        for tensor in (cast(Tensor, each) for each in objects if type(each) in kinds):
+        for tensor in (cast(Tensor, candidate) for candidate in objects if type(candidate) in kinds):
             try:
                 if tensor.device == device:
-                    found.append(tensor)
+                    tensors.append(tensor)
             except RuntimeError:  # the collector lists a tensor until its memory is gone; then, there is no device
                 continue
-    return found
+    return tensors
 
 
 def _saved(tensors: list[Tensor]) -> Iterator[Tensor]:
@@ -88,5 +88,5 @@ def hash_of(tensors: list[Tensor]) -> str:
     """Hash of the graph that computes some tensors, equal on all ranks that recorded the same operations."""
     import torch_xla
 
-    found: str = torch_xla._XLAC._get_graph_hash(tensors).hex()
-    return found
+    digest: str = torch_xla._XLAC._get_graph_hash(tensors).hex()
+    return digest

@@ -114,9 +114,9 @@ def _slices() -> tuple[Any, Any]:
     import torch_xla.core.xla_op_registry as registry
 
     def offsets(x: Any, start: Any, dim: int) -> list[Any]:
-        found = [start.zeros_like()] * x.shape().rank
-        found[dim] = start
-        return found
+        starts = [start.zeros_like()] * x.shape().rank
+        starts[dim] = start
+        return starts
 
     def slice_of(x: Any, start: Any, dim: int, size: int) -> Any:
         sizes = list(x.shape().sizes)

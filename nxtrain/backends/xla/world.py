@@ -104,17 +104,18 @@ def misfit(placement: Placement, rank: int, world: int, device: str) -> str:
         rank, world: Rank and world of the devices.
         device: PJRT's name of the kind of device.
     """
-    found = (
+    setting = (
         f"torchrun started rank {placement.rank} of {placement.world}, but PyTorch/XLA on {device} is rank {rank} "
         f"of {world}"
     )
     if device == "CPU":
-        return f"{found}: its CPU device joins no other processes. Use backend.name=cpu for several ranks"
+        return f"{setting}: its CPU device joins no other processes. Use backend.name=cpu for several ranks"
     if not dist.is_torchelastic_launched():
-        return f"{found}: RANK and WORLD_SIZE are set, but torchrun set them not. Use torchrun or nxtrain launch"
+        return f"{setting}: RANK and WORLD_SIZE are set, but torchrun set them not. Use torchrun or nxtrain launch"
     if placement.local_world == 1:
-        return f"{found}: it takes a node's only rank for the whole world. Start at least two ranks per node"
+        return f"{setting}: it takes a node's only rank for the whole world. Start at least two ranks per node"
     return (
-        f"{found}. Variables of the shell describe another world: unset XLA_USE_SPMD, NEURONCORE_NUM_DEVICES and those "
-        "that begin with NEURON_PJRT_ or PJRT_LOCAL_, and start the ranks with one torchrun per node or nxtrain launch"
+        f"{setting}. Variables of the shell describe another world: unset XLA_USE_SPMD, NEURONCORE_NUM_DEVICES and "
+        "those that begin with NEURON_PJRT_ or PJRT_LOCAL_, and start the ranks with one torchrun per node or nxtrain "
+        "launch"
     )

@@ -41,22 +41,22 @@ def sources_of(addresses: Sequence[str], last: int = 0) -> list[Location]:
         addresses: Run folders, `checkpoints` folders and checkpoints; `s3://` addresses name one checkpoint each.
         last: Number of newest checkpoints of a folder; 0: all.
     """
-    found: list[Location] = []
+    sources: list[Location] = []
     for address in addresses:
         folder = Path(address)
         if not directory.is_checkpoint(folder):
             for inner in (folder, folder / CHECKPOINTS_DIR):
                 steps = sorted(directory.list_checkpoints(inner), key=directory.step_of) if inner.is_dir() else []
-                found += steps[-last:]
+                sources += steps[-last:]
             if folder.is_dir():
                 continue
-        found.append(locate_checkpoint(address))
-    if len(found) < 2:  # noqa: PLR2004 - the fewest that have a mean
+        sources.append(locate_checkpoint(address))
+    if len(sources) < 2:  # noqa: PLR2004 - the fewest that have a mean
         raise ConfigError(
-            f"{', '.join(addresses)} name {len(found)} checkpoint, and an average is of two or more; "
+            f"{', '.join(addresses)} name {len(sources)} checkpoint, and an average is of two or more; "
             "name steps, such as RUN/checkpoints/step-00000100, or a run folder with several"
         )
-    return found
+    return sources
 
 
 def average(sources: Sequence[Location], dst: Path) -> None:

@@ -285,10 +285,10 @@ def _weight_files(path: Path) -> list[Path]:
 
 def _indexed(file: Path) -> list[str]:
     """Names of the weight files of an index; each must be a file of the same folder."""
-    places = read_object(file).get("weight_map", {})
-    if not isinstance(places, dict):
+    files = read_object(file).get("weight_map", {})
+    if not isinstance(files, dict):
         raise ConfigError(f'{file}: "weight_map" is no table of tensors and their files')
-    for tensor, name in places.items():
+    for tensor, name in files.items():
         if not isinstance(name, str):
             raise ConfigError(f'{file}: "weight_map" gives {tensor} the file {name!r}, which is no name')
         if name in {"", ".", ".."} or not _SEPARATORS.isdisjoint(name):
@@ -297,7 +297,7 @@ def _indexed(file: Path) -> list[str]:
                 "separator. Fetch the folder from a source that you trust, or bring its files together "
                 "and correct the index"
             )
-    return sorted(set(places.values()))
+    return sorted(set(files.values()))
 
 
 def _header(file: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:

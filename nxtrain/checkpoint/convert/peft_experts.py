@@ -30,17 +30,17 @@ def in_mlp(name: str) -> str:
 
 def weights_of(layer: str, mixture: MoeShape | None) -> str:
     """Name of the base weight of a layer with a matrix B."""
-    found = _OF_EXPERT.search(layer)
-    if found is None or mixture is None:
+    match = _OF_EXPERT.search(layer)
+    if match is None or mixture is None:
         return f"{layer}.weight"
-    matrix = {"gate_proj": mixture.gate, "up_proj": mixture.up, "down_proj": mixture.down}[found[2]]
-    return f"{layer[: found.start()]}.{mixture.module}.experts.{found[1]}.{matrix}.weight"
+    matrix = {"gate_proj": mixture.gate, "up_proj": mixture.up, "down_proj": mixture.down}[match[2]]
+    return f"{layer[: match.start()]}.{mixture.module}.experts.{match[1]}.{matrix}.weight"
 
 
 def layer_of_a(layer: str) -> str:
     """Layer that holds the matrix A of a layer with a matrix B: gate and values of an expert share one."""
-    found = _OF_EXPERT.search(layer)
-    if found is None or found[2] == "down_proj":
+    match = _OF_EXPERT.search(layer)
+    if match is None or match[2] == "down_proj":
         return layer
     return f"{layer.rpartition('.')[0]}.gate_up_proj"
 
@@ -59,12 +59,12 @@ def targets_of(layers: Collection[str]) -> set[str]:
 
 def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by their names in PEFT's files, from those of each expert."""
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     matrices: dict[str, dict[str, dict[int, Tensor]]] = {}
     for name, tensor in tensors.items():
         match = _OF_EXPERT.search(name)
         if match is None:
-            found[name] = tensor
+            renamed[name] = tensor
             continue
         of_module = matrices.setdefault(f"{name[: match.start()]}.mlp.experts", {})
         of_module.setdefault(name[match.start(2) :], {})[int(match[1])] = tensor
@@ -74,14 +74,14 @@ def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             whole[name] = torch.stack([of_experts[expert] for expert in sorted(of_experts)])
         inner = module
         if f"down_proj.{A}" in whole:
-            found[f"{module}.{A}"] = whole[f"down_proj.{A}"].flatten(0, 1)
-            found[f"{module}.{B}"] = _columns_in_turn(whole[f"down_proj.{B}"])
+            renamed[f"{module}.{A}"] = whole[f"down_proj.{A}"].flatten(0, 1)
+            renamed[f"{module}.{B}"] = _columns_in_turn(whole[f"down_proj.{B}"])
             inner += _INNER
         if f"gate_up_proj.{A}" in whole:
-            found[f"{inner}.{A}"] = whole[f"gate_up_proj.{A}"].flatten(0, 1)
+            renamed[f"{inner}.{A}"] = whole[f"gate_up_proj.{A}"].flatten(0, 1)
             both = torch.cat([whole[f"gate_proj.{B}"], whole[f"up_proj.{B}"]], dim=1)
-            found[f"{inner}.{B}"] = _columns_in_turn(both)
-    return found
+            renamed[f"{inner}.{B}"] = _columns_in_turn(both)
+    return renamed
 
 
 def of_each(tensors: Mapping[str, Tensor], r: int, targets: Collection[str]) -> dict[str, Tensor]:
@@ -92,28 +92,28 @@ def of_each(tensors: Mapping[str, Tensor], r: int, targets: Collection[str]) -> 
         r: Rank of each adapter.
         targets: `target_parameters` of the adapter.
     """
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         layer, _, leaf = name.rpartition(".")
         module = layer.removesuffix(_INNER)
         if not module.endswith(".experts"):
-            found[name] = tensor
+            renamed[name] = tensor
             continue
         adapts_down = any(f".{module}.down_proj".endswith(f".{target}") for target in targets)
         of_down = adapts_down and not layer.endswith(_INNER)
         if leaf == A:
             matrix = "down_proj" if of_down else "gate_up_proj"
             for expert, part in enumerate(tensor.unflatten(0, (-1, r))):
-                found[f"{module}.{expert}.{matrix}.{A}"] = part
+                renamed[f"{module}.{expert}.{matrix}.{A}"] = part
             continue
         for expert, part in enumerate(tensor.unflatten(1, (r, -1)).unbind(-1)):
             if of_down:
-                found[f"{module}.{expert}.down_proj.{B}"] = part
+                renamed[f"{module}.{expert}.down_proj.{B}"] = part
                 continue
             gate, up = part.chunk(2)
-            found[f"{module}.{expert}.gate_proj.{B}"] = gate
-            found[f"{module}.{expert}.up_proj.{B}"] = up
-    return found
+            renamed[f"{module}.{expert}.gate_proj.{B}"] = gate
+            renamed[f"{module}.{expert}.up_proj.{B}"] = up
+    return renamed
 
 
 def _columns_in_turn(matrices: Tensor) -> Tensor:

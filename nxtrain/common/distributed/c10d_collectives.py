@@ -189,8 +189,8 @@ class C10dCollectives(Collectives):
             return Done(x)
         group = self._ordered(axis)
         if rows is None and torch.compiler.is_compiling():
-            each = [x.shape[0] // axis.size] * axis.size
-            return _Traced(_FUNCTIONAL.all_to_all_single(x, each, each, group.group_name))
+            sizes = [x.shape[0] // axis.size] * axis.size
+            return _Traced(_FUNCTIONAL.all_to_all_single(x, sizes, sizes, group.group_name))
         if rows is None:
             out = torch.empty_like(x)
             return _Async(_started(dist.all_to_all_single(out, x, group=group, async_op=True)), out, axis)

@@ -184,13 +184,13 @@ class PreparedCorpus:
 
     def labels(self) -> NDArray[np.bool_]:
         """True for each desirable answer of a corpus with labels: (documents,)."""
-        found = [np.empty(0, np.int64)]
+        parts = [np.empty(0, np.int64)]
         for batch, begin in zip(self._batches, self._begins, strict=False):
             if batch.rows:
-                found.append(np.frombuffer(self._pread(batch.file, batch.extra[1], 8 * batch.rows, begin), np.int64))
-                if not np.isin(found[-1], (0, 1)).all():
+                parts.append(np.frombuffer(self._pread(batch.file, batch.extra[1], 8 * batch.rows, begin), np.int64))
+                if not np.isin(parts[-1], (0, 1)).all():
                     self._damaged(begin, "a label of its batch is neither 0 nor 1")
-        return np.concatenate(found).astype(np.bool_)
+        return np.concatenate(parts).astype(np.bool_)
 
     def _batch_of(self, document: int) -> tuple[StoredBatch, int]:
         """Batch of a document, and the document's row in it."""

@@ -39,8 +39,8 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
     repeats, length = q.shape[2] // k.shape[2], q.shape[0]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     k, v = (repeat_heads(x, repeats) for x in (k, v))
-    places = torch.arange(length)
-    visible = (places <= places[:, None]) & (places >= starts[:, :, None])
+    positions = torch.arange(length)
+    visible = (positions <= positions[:, None]) & (positions >= starts[:, :, None])
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None])
     return out.permute(2, 0, 1, 3)
 
@@ -105,8 +105,8 @@ def _inputs(length: int) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(length, 1, heads, HEAD_SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     q, k, v = (torch.randn(shape, generator=generator).requires_grad_() for shape in shapes)
-    places = torch.arange(length)
-    return q, k, v, (places - places % DOCUMENT).unsqueeze(0)
+    positions = torch.arange(length)
+    return q, k, v, (positions - positions % DOCUMENT).unsqueeze(0)
 
 
 def _pass(side: Attention, given: Sequence[Tensor]) -> None:

@@ -82,12 +82,12 @@ class PairsTask:
 
     def _opened(self, model: Trained, scorer: Scorer, backend: Backend) -> Scorer:
         """Scorer of the reference, which must take rows as long as those of the model."""
-        found = Scorer(model, backend, scorer.ranks)
-        if found.length < scorer.length:
-            what = f"takes {found.length} tokens, and {scorer.model.location} {scorer.length}"
+        opened = Scorer(model, backend, scorer.ranks)
+        if opened.length < scorer.length:
+            what = f"takes {opened.length} tokens, and {scorer.model.location} {scorer.length}"
             raise ConfigError(f"--reference {model.location} {what}; name the model from which the run began")
-        found.progress = scorer.progress
-        return found
+        opened.progress = scorer.progress
+        return opened
 
     def _row(self, document: int, scorer: Scorer) -> Row:
         corpus, model = self._corpus, scorer.model
@@ -102,12 +102,12 @@ class PairsTask:
 
     def check(self, model: Trained) -> None:
         """Refuse a model whose tokenizer did not make the ids."""
-        for each in filter(None, (model, self._reference)):
-            made = hashlib.blake2b(content_of(each.location / directory.TOKENIZER)).hexdigest()
+        for trained in filter(None, (model, self._reference)):
+            made = hashlib.blake2b(content_of(trained.location / directory.TOKENIZER)).hexdigest()
             if made != self._corpus.tokenizer:
-                hint = f"prepare the pairs with --tokenizer {each.location}"
+                hint = f"prepare the pairs with --tokenizer {trained.location}"
                 raise DataError(
-                    f"{self._corpus.path} has ids of another tokenizer than that of {each.location}; {hint}"
+                    f"{self._corpus.path} has ids of another tokenizer than that of {trained.location}; {hint}"
                 )
 
 

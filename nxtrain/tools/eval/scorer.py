@@ -156,7 +156,7 @@ class Scorer:
         return [written[number] for number in range(len(texts))]
 
     def of_rows(
-        self, groups: Sequence[Sequence[Row]], done: Callable[[int, Likelihood], None] = lambda number, found: None
+        self, groups: Sequence[Sequence[Row]], done: Callable[[int, Likelihood], None] = lambda number, likelihood: None
     ) -> list[Likelihood]:
         """Sums over the rows of each group; `done` gets a group as soon as all of its rows are scored."""
         owners: list[int] = []

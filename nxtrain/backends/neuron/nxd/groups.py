@@ -36,7 +36,7 @@ def rank_order(*, tp: int, pp: int, lnc: int) -> tuple[int, ...]:
         BackendError: NxD has no layout for these degrees, or one that is not a grid.
     """
     try:
-        found = initialize_model_parallel(
+        of_nxd = initialize_model_parallel(
             tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, lnc_size=lnc, mesh_only=True
         )
     except (
@@ -50,11 +50,11 @@ def rank_order(*, tp: int, pp: int, lnc: int) -> tuple[int, ...]:
             f"{error}; use another parallel.tp, or backend.layers=native"
         ) from error
     world = dist.get_world_size()
-    order = tuple(chain.from_iterable(found.tp_groups))
+    order = tuple(chain.from_iterable(of_nxd.tp_groups))
     if sorted(order) != list(range(world)):
-        raise BackendError(f"NeuronX Distributed's tensor parallel groups share ranks or lack some: {found.tp_groups}")
+        raise BackendError(f"NeuronX Distributed's tensor parallel groups share ranks or lack some: {of_nxd.tp_groups}")
     mesh = Mesh.build(world, dist.get_rank(), tp=tp, pp=pp, order=order)
-    _compare(mesh, {"tp": found.tp_groups, "dp": found.dp_groups, "pp": found.pp_groups})
+    _compare(mesh, {"tp": of_nxd.tp_groups, "dp": of_nxd.dp_groups, "pp": of_nxd.pp_groups})
     return order
 
 
@@ -76,12 +76,12 @@ def initialize(mesh: Mesh, *, lnc: int, meets: bool = True) -> None:
             skip_collective_init=not meets,
             lnc_size=lnc,
         )
-    found = {
+    of_nxd = {
         "tp": get_tensor_model_parallel_replica_groups(),
         "dp": get_data_parallel_replica_groups(),
         "pp": get_pipeline_model_parallel_replica_groups(),
     }
-    _compare(mesh, found)
+    _compare(mesh, of_nxd)
 
 
 def sums_over_dp(mesh: Mesh) -> bool:
@@ -98,8 +98,8 @@ def forget() -> None:
     destroy_model_parallel()
 
 
-def _compare(mesh: Mesh, found: dict[str, Groups]) -> None:
-    for name, theirs in found.items():
+def _compare(mesh: Mesh, of_nxd: dict[str, Groups]) -> None:
+    for name, theirs in of_nxd.items():
         axis: Axis = mesh.over(name)
         if not _agree(axis, theirs):
             raise BackendError(
