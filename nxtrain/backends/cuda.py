@@ -92,6 +92,15 @@ def deterministic(environ: Mapping[str, str]) -> Iterator[None]:
         switches.fill_uninitialized_memory = fills
 
 
+def group_options(axis: Axis) -> Any:
+    """Options of NCCL's group of an axis: collectives of tp, for which products wait, run before those of dp."""
+    if axis.name != "tp":
+        return None
+    options = torch.distributed.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    return options
+
+
 def _plain_in_graphs(plain: Method, fused: Method) -> Method:
     """Method that calls `plain` while torch compiles a graph, whose compiler fuses by itself, and else `fused`."""
 
@@ -305,6 +314,7 @@ class CudaBackend(AcceleratorBackend):
         torch.cuda.set_device(self.device)
         self.kernels, self.host_kernels = CudaKernels(), CpuKernels()
         self.diagnostics = CudaDiagnostics(self.device)
+        self.collectives.options = group_options
         # Checkpoint plans are exchanged as host objects, which gloo carries without touching the GPU.
         self._join("cpu:gloo,cuda:nccl", settings.hang_timeout_s, self.device)
 

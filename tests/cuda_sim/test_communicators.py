@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -190,6 +190,23 @@ EXPERTS = covering_array(3, 16, ep=True)
 def test_all_ranks_make_equal_calls_and_none_waits_for_ever(gpu: SimulatedGpu, degrees: Degrees) -> None:
     """With experts divided over ranks as well, if these have a capacity."""
     assert gpu.run(judged, degrees.world, tables_of(degrees)) == ([], {}, [])
+
+
+HIGH_PRIORITY = 0x10000000
+"""Bit in the numbers of such streams, see `runtime.c`."""
+
+
+def test_collectives_of_tensor_parallel_ranks_go_before_those_of_replicas(gpu: SimulatedGpu) -> None:
+    tables = {"parallel": {"tp": 2, "dp": 2}}
+    records = gpu.run(play_recorded, 4, three_steps, tables)
+    ranks_of = communicators(records)
+    calls = Counter[tuple[bool, bool]]()
+    for record in records:
+        for event in record.of("nccl"):
+            ranks = sorted(ranks_of[event.fields["comm"]].values())
+            is_high = bool(int(event.fields["stream"], 16) & HIGH_PRIORITY)
+            calls[ranks in ([0, 1], [2, 3]), is_high] += 1  # torch's own sharding has streams of its own
+    assert set(calls) == {(True, True), (False, False)}
 
 
 def judged_with_even_experts(degrees: Degrees) -> Judgement:

@@ -302,7 +302,8 @@ def opened_gpu(rank: int = 0, world: int = 1, store: Any = None, settings: Any =
     Ranks of a world come one after the other and share a store, in which each finds what those before it wrote. Their
     hosts have a group that does nothing.
     """
-    from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the group that does nothing
+    from torch.distributed import Backend
+    from torch.testing._internal.distributed import fake_pg
 
     from nxtrain.backends import c10d, open_backend
 
@@ -311,9 +312,12 @@ def opened_gpu(rank: int = 0, world: int = 1, store: Any = None, settings: Any =
     def join_alone(self: Any, process_group: str, *args: Any) -> None:
         join(self, process_group.replace("gloo", "fake"), *args)
 
+    # As gloo, the group that does nothing takes no heed of NCCL's options.
+    plugin = Backend._plugins["FAKE"]._replace(creator_fn=lambda common, _: fake_pg._create_fake_pg(common, None))
     variables = rank_variables(rank, world, port=1)
     with (
         patch.dict(os.environ, variables),
+        patch.dict(Backend._plugins, FAKE=plugin),
         patch.object(c10d, "meet", lambda *_: store),
         patch.object(c10d.C10dBackend, "_join", join_alone),
     ):

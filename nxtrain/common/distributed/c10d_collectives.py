@@ -126,12 +126,14 @@ class C10dCollectives(Collectives):
     Attributes:
         hang_timeout_s: Seconds that the process groups wait for a rank.
         limit: The same limit as a text for messages.
+        options: Options of torch's for a new process group of an axis; None: its defaults.
 
     Source: torch 2.9, `ProcessGroupNCCL::pointToPoint` in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp.
     """
 
     def __init__(self, world: int) -> None:
         self.hang_timeout_s, self.limit = 1800.0, Peers.limit
+        self.options: Callable[[Axis], Any] = lambda axis: None
         self._world = world
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
@@ -154,8 +156,11 @@ class C10dCollectives(Collectives):
                 group = dist.group.WORLD
             else:
                 ranks = [list(group) for group in axis.groups]
+                options = self.options(axis)
+                if options is not None:
+                    options._timeout = self._timeout  # torch warns of another one
                 with without_greetings():
-                    group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=self._timeout)
+                    group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=self._timeout, pg_options=options)
             assert group is not None, axis
             self._groups[axis.groups] = group
             if any(list(ranks) != sorted(ranks) for ranks in axis.groups):

@@ -253,12 +253,15 @@ cudaError_t cudaMemsetAsync(void *pointer, int value, size_t size, cudaStream_t 
 }
 cudaError_t cudaMemset(void *pointer, int value, size_t size) { return cudaMemsetAsync(pointer, value, size, 0); }
 
-// Streams and events.
+// Streams and events. The number of a stream of high priority has a bit of its own.
+
+#define HIGH_PRIORITY 0x10000000l
 
 static long num_streams = 0x1000, num_events = 0x100000;
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
-    *stream = (cudaStream_t)__sync_add_and_fetch(&num_streams, 1);
+    long number = __sync_add_and_fetch(&num_streams, 1);
+    *stream = (cudaStream_t)(priority < 0 ? number | HIGH_PRIORITY : number);
     return cudaSuccess;
 }
 cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
