@@ -38,7 +38,7 @@ class C10dBackend(Backend):
     diagnostics: Diagnostics = C10dDiagnostics()
     _group_patience_s = 0.0
 
-    def _take_place(self) -> None:
+    def _read_placement(self) -> None:
         placement = Placement.read()
         self.rank, self.world = placement.rank, placement.world
         self.local_rank, self.local_world = placement.local_rank, placement.local_world

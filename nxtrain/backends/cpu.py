@@ -40,7 +40,7 @@ class CpuBackend(C10dBackend):
 
     def __init__(self, settings: BackendSettings = DEFAULTS) -> None:
         self.compiles_at_first_use = settings.torch_compile
-        self._take_place()
+        self._read_placement()
         self.device = torch.device("cpu")
         keep_heap()
         self._shared = self.collectives = SharedMemoryCollectives(self.world)

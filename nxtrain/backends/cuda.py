@@ -304,7 +304,7 @@ class CudaBackend(AcceleratorBackend):
         self._is_deterministic = settings.deterministic
         if settings.deterministic:
             self._settings.enter_context(deterministic(os.environ))
-        self._take_place()
+        self._read_placement()
         gpus = torch.cuda.device_count()
         if self.local_rank >= gpus:
             raise BackendError(

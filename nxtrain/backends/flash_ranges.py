@@ -24,7 +24,7 @@ from nxtrain.backends.ranged_attention import Blocks, whole_rows
 from nxtrain.backends.sdpa_kernels import TRIAL_TOKENS, first_line, relative_error, wrong_numbers
 from nxtrain.common.kernels import KeyRanges, Pieces
 
-Places = slice | Tensor | None
+RowIndices = slice | Tensor | None
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Call:
         longest: Most queries and most keys of a tile.
     """
 
-    queries: Places
-    keys: Places
+    queries: RowIndices
+    keys: RowIndices
     mask: MaskKind
     offsets: tuple[Tensor, Tensor] | None
     longest: tuple[int, int]
@@ -166,7 +166,7 @@ class _Rows:
         self._like, self._fill = like, fill
         self._total: Tensor | None = None
 
-    def put(self, indices: Places, part: Tensor) -> None:
+    def put(self, indices: RowIndices, part: Tensor) -> None:
         """Take the rows of a call, which no other call gives."""
         if self._total is None:
             if indices is None:
@@ -181,7 +181,7 @@ class _Rows:
             assert indices is not None, "no other call gives a row"
             self.total(part.dtype).flatten(0, 1).index_copy_(0, indices, part)
 
-    def add(self, indices: Places, part: Tensor) -> None:
+    def add(self, indices: RowIndices, part: Tensor) -> None:
         """Add rows of a call to those of the calls before, in float32 if there are any."""
         if self._total is None:
             self.put(indices, part)
@@ -201,7 +201,7 @@ class _Rows:
         return self._total
 
 
-def _taken(x: Tensor, indices: Places) -> Tensor:
+def _taken(x: Tensor, indices: RowIndices) -> Tensor:
     """Rows of a call: (B, S, ...) to (B, T, ...), or of all sequences to (T, ...)."""
     if isinstance(indices, slice):
         return x[:, indices]
@@ -242,7 +242,7 @@ def _packed(starts: np.ndarray, queries: Pieces, keys: Pieces, window: int | Non
 def _in_all_rows(
     spans: Sequence[tuple[int, int, int]], length: int, num_rows: int, device: torch.device
 ) -> Tensor | None:
-    """Places of spans of rows, each from a start to an end, among those of all rows; None: all in order."""
+    """Indices of spans of rows, each from a start to an end, among those of all rows; None: all in order."""
     indices = np.concatenate([np.arange(row * length + start, row * length + end) for row, start, end in spans])
     if np.array_equal(indices, np.arange(length * num_rows)):
         return None

@@ -330,7 +330,7 @@ def masked_cross_entropy(
     comm = columns.comm
     axis = columns.axis
     scores = logits.float() if columns.padding is None else logits.float() + columns.padding
-    counted, here, column = columns.place(targets)
+    counted, here, column = columns.locate(targets)
     numbers = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device)
     hit = (numbers == column.to(torch.int32)) & here.unsqueeze(1)
 
@@ -353,7 +353,7 @@ def cross_entropy(
     comm = columns.comm
     axis = columns.axis
     scores = logits.float() if columns.padding is None else logits.float() + columns.padding
-    counted, here, column = columns.place(targets)
+    counted, here, column = columns.locate(targets)
 
     peak = comm.all_reduce(scores.amax(dim=1), axis, "max")
     target_score = torch.where(here, scores.gather(1, column).squeeze(1), torch.zeros_like(peak))

@@ -17,7 +17,7 @@ from nxtrain.checkpoint import directory
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.errors import CheckpointError, NxtrainError
 from nxtrain.common.io.checksummed_file import FileDigest
-from nxtrain.common.io.object_store import Location, ObjectStore, content_of, open_store, place_of
+from nxtrain.common.io.object_store import Location, ObjectStore, content_of, location_of, open_store
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
 
 _CORRUPT = "meta.corrupt.json"
@@ -123,7 +123,7 @@ class Mirror:
 
 def locate_checkpoint(address: str | Path) -> Location:
     """Find the checkpoint at a path or an S3 address, which may also be a mirror or a run folder."""
-    location = place_of(str(address))
+    location = location_of(str(address))
     if isinstance(location, Path):
         try:
             return directory.find_checkpoint(location)
@@ -141,7 +141,7 @@ def locate_checkpoint(address: str | Path) -> Location:
 
 def choice_of(address: str | Path, checkpoint: Location) -> str:
     """Warning for people if `locate_checkpoint` passed over newer checkpoints; else empty."""
-    asked = place_of(str(address))
+    asked = location_of(str(address))
     if not isinstance(checkpoint, Path) or is_same(asked, checkpoint):
         return ""
     newer = directory.newer_unusable(checkpoint)
@@ -158,7 +158,7 @@ def step_in(root: Location, checkpoint: Location) -> int | None:
     if isinstance(checkpoint, Path):
         parent: Location = checkpoint.parent
     else:
-        parent = place_of(checkpoint.rpartition("/")[0])
+        parent = location_of(checkpoint.rpartition("/")[0])
     if is_same(root, parent):
         return int(match[1])
     return None

@@ -12,7 +12,7 @@ from nxtrain.checkpoint.meta import read_meta
 from nxtrain.checkpoint.rewinds import Records, RunHistory
 from nxtrain.checkpoint.run_locations import MIRROR, RunLocations
 from nxtrain.common.errors import DamagedError, NxtrainError
-from nxtrain.common.io.object_store import Location, place_of
+from nxtrain.common.io.object_store import Location, location_of
 
 Version = tuple[int, int]
 """Step of a checkpoint, and the checksum of its manifest."""
@@ -217,7 +217,7 @@ def _list_disk(folder: Path, unread: frozenset[int], *, is_mirrored: bool) -> Lo
 
 def _list_mirror(there: mirror.Mirror, unread: frozenset[int]) -> LocationSurvey:
     seals, damaged = _read_seals({step: there.folder(step) for step in there.steps() if step not in unread})
-    names = {address: directory.step_of(place_of(address)) for address in there.spoilt()}
+    names = {address: directory.step_of(location_of(address)) for address in there.spoilt()}
     return LocationSurvey(seals, damaged, unread, names, tuple(there.remnants()))
 
 

@@ -35,10 +35,10 @@ def _path(text: str) -> Path:
 
 def _location(text: str) -> Location:
     """Path of this machine, or an address in object storage. Parameters that may be either are paths for typer."""
-    from nxtrain.common.io.object_store import place_of
+    from nxtrain.common.io.object_store import location_of
 
     if is_bucket(text):
-        return place_of(text)
+        return location_of(text)
     return _path(text)
 
 

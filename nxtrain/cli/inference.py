@@ -189,10 +189,10 @@ def _on_storage(checkpoint: str) -> str:
 def _name_source(address: str, model: Trained, *, is_named: bool) -> None:
     """Name the checkpoint that was found at an address, unless the output does, and warn if it is not the newest."""
     from nxtrain.checkpoint.mirror import choice_of, is_same
-    from nxtrain.common.io.object_store import place_of
+    from nxtrain.common.io.object_store import location_of
     from nxtrain.common.process.console import standard_error
 
-    if model.is_hf or is_same(place_of(address), model.location):
+    if model.is_hf or is_same(location_of(address), model.location):
         return
     console = standard_error()
     if not is_named:

@@ -59,7 +59,7 @@ def plan(
     """
     from nxtrain.plan.command import Question, find_layouts, length_of, predict
     from nxtrain.plan.presets import SHAPES
-    from nxtrain.plan.show import show, show_found, show_trace
+    from nxtrain.plan.show import show, show_search, show_trace
 
     question = Question(instance, nodes, hardware, model, method)
     length = length_of(tokens, dataset, device_hours)
@@ -74,7 +74,7 @@ def plan(
         if as_json:
             write_document(layouts.to_json())
         else:
-            show_found(layouts, note, top)
+            show_search(layouts, note, top)
         return
     prediction, note = predict(config, overrides or [], question, assumed)
     compared: dict[str, tuple[int, int]] = {}

@@ -41,7 +41,7 @@ class VocabColumns:
     comm: Collectives
     axis: Axis
 
-    def place(self, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def locate(self, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Columns of the targets in this rank's logits.
 
         Args:

@@ -31,12 +31,12 @@ from nxtrain.config.section import (
     DerivedDegree,
     LocalPath,
     LocalText,
-    ModelPlace,
+    ModelLocation,
     NonNegativeInt,
     PositiveInt,
     Section,
     Size,
-    StoragePlace,
+    StorageLocation,
 )
 
 OffloadKind = Literal["params", "optimizer", "activations"]
@@ -99,7 +99,7 @@ class ModelChoiceConfig(Section):
     """Installed model family, such as `llama`; empty: that of model.hf, else llama."""
     preset: str = ""
     """Published shape, such as `llama3-8b`; empty: `tiny`, unless model.hf gives the shape."""
-    hf: ModelPlace = ""
+    hf: ModelLocation = ""
     """Folder whose config.json gives the shape, or `org/name[@revision]` of the Hub, which is pinned to a commit."""
     init: Literal["scaled", "normal", "hf"] = "scaled"
     """Initial weights: normal, scaled (output projections by 1/sqrt(2 x layers)), or those of model.hf."""
@@ -302,11 +302,11 @@ class CheckpointConfig(Section):
     """Checkpoints of steps that are multiples of this stay for good; 0: none."""
     async_: bool = Field(default=True, alias="async")
     """Write while training goes on, which waits only until its state is copied to host memory."""
-    mirror: StoragePlace = ""
+    mirror: StorageLocation = ""
     """Folder, or prefix as `s3://bucket/run`, that gets a copy of each checkpoint; run.dir may then be of a node."""
     strict: bool = False
     """A checkpoint that cannot be written ends the run; otherwise a line reports it, and training goes on."""
-    resume: StoragePlace = "auto"
+    resume: StorageLocation = "auto"
     """`auto`: from the newest checkpoint of run.dir that is whole, if any; `never`; or a path or an address of one."""
     allow_drift: tuple[Literal["seed", "batch", "tokenizer", "data", "code"], ...] = Field(default=(), strict=False)
     """Differences allowed from the run that wrote the checkpoint; the losses are then not those of one run."""

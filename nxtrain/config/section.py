@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from nxtrain.common.io.paths import BUCKET_SCHEMES, local, local_or_bucket, model_place, scheme_of, storage
+from nxtrain.common.io.paths import BUCKET_SCHEMES, local, local_or_bucket, model_location, scheme_of, storage
 from nxtrain.config.bounds import MAX_INT, MAX_RANKS, MAX_SIZE
 
 
@@ -19,9 +19,9 @@ def _graph_folder(path: Path) -> Path:
 # TOML has no paths, so a string becomes one.
 LocalPath = Annotated[Path, Field(strict=False), AfterValidator(lambda path: Path(local(str(path))))]
 LocalText = Annotated[str, AfterValidator(local)]
-ModelPlace = Annotated[str, AfterValidator(model_place)]
+ModelLocation = Annotated[str, AfterValidator(model_location)]
 CorpusPlace = Annotated[str, AfterValidator(local_or_bucket)]
-StoragePlace = Annotated[str, AfterValidator(storage)]
+StorageLocation = Annotated[str, AfterValidator(storage)]
 """Folder or address; `nxtrain.config.check` reports an address without bucket."""
 GraphFolder = Annotated[Path, Field(strict=False), AfterValidator(_graph_folder)]
 """Folder on a disk; `nxtrain.config.cache_dir` reports a bucket, with the command that fills a folder from one."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nxtrain.common.errors import DataError, LostPeerError, refused
-from nxtrain.common.io.object_store import place_of
+from nxtrain.common.io.object_store import location_of
 from nxtrain.common.io.regular import read_bytes
 from nxtrain.data.batch_source import BatchSource, TokenRows
 from nxtrain.data.mixture import MixedSamples, Mixture
@@ -164,7 +164,7 @@ def count_rows(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path)
             raise DataError(f"no start has prepared the text in {workdir}") from error
         path = workdir / Path(receipt.train).name
         return _open_stream(path, seq_len).num_rows, path
-    location = place_of(config.path)
+    location = location_of(config.path)
     if not isinstance(location, Path):
         raise DataError(f"{location} is in S3, from which a start reads")
     return FileSamples(open_file(location, Path()), seq_len=seq_len, vocab_size=vocab_size).num_rows, location
@@ -199,7 +199,7 @@ def _open_rows(config: DataConfig, prepared: Prepared, seq_len: int, vocab_size:
         train = _open_stream(Path(prepared.train), seq_len)
         _refuse_too_short(train, "leaves for training", "add text, or lower train.seq_len")
         return TokenRows(train)
-    files = [open_file(place_of(name), cache_folder(config)) for name in config.mixture or (prepared.train,)]
+    files = [open_file(location_of(name), cache_folder(config)) for name in config.mixture or (prepared.train,)]
     probes = zip(files, prepared.probe.split(), strict=True)
     parts: tuple[Samples, ...] = tuple(
         FileSamples(file, seq_len=seq_len, vocab_size=vocab_size, expected=probe) for file, probe in probes

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from nxtrain.common.errors import DataError
 from nxtrain.common.io.bucket import BucketPath
-from nxtrain.common.io.object_store import place_of
+from nxtrain.common.io.object_store import location_of
 from nxtrain.data.mixture import Mixture
 from nxtrain.data.samples import FileSamples
 from nxtrain.data.storage import RemoteFile, cache_folder, open_file
@@ -75,7 +75,7 @@ def digest(*parts: object) -> str:
 
 def _checked_table(config: DataConfig, name: str, seq_len: int, vocab_size: int) -> tuple[str, str]:
     """Identity of the content of a token file, and the digest of a sample. Of an object, only the sample is read."""
-    path = place_of(name)
+    path = location_of(name)
     try:
         file = open_file(path, cache_folder(config))
     except DataError as error:

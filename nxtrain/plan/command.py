@@ -22,7 +22,7 @@ from nxtrain.plan.job import Job
 from nxtrain.plan.length import with_length
 from nxtrain.plan.predict import Assumptions, Prediction
 from nxtrain.plan.presets import DATASETS, SHAPES
-from nxtrain.plan.search import Found, Rejected, impossible, search
+from nxtrain.plan.search import Rejected, SearchResult, impossible, search
 
 ASSUMED = "trn1.32xlarge"
 """Instance of a run that names none."""
@@ -98,7 +98,9 @@ def predict(path: Path, overrides: Sequence[str], question: Question, assumed: A
     return Prediction.of(job, assumed), "\n".join(filter(None, [setting.note, length]))
 
 
-def find_layouts(path: Path, overrides: Sequence[str], question: Question, assumed: Assumptions) -> tuple[Found, str]:
+def find_layouts(
+    path: Path, overrides: Sequence[str], question: Question, assumed: Assumptions
+) -> tuple[SearchResult, str]:
     """Layouts of a configuration's run; its own degrees, micro-batch and recomputation do not count.
 
     Raises:
@@ -123,7 +125,7 @@ def find_layouts(path: Path, overrides: Sequence[str], question: Question, assum
         rejected += result.rejected
     layouts.sort(key=lambda layout: layout.time.step_s)
     note = "\n".join(filter(None, [setting.note, length, assumed.unknown_length]))
-    return Found(tuple(layouts), tuple(rejected)), note
+    return SearchResult(tuple(layouts), tuple(rejected)), note
 
 
 def length_of(tokens: float, dataset: str, device_hours: float) -> Assumptions:

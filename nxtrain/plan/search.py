@@ -42,7 +42,7 @@ class Rejected:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Result of a search.
 
     Args:
@@ -88,7 +88,9 @@ def _layout(job: Job) -> str:
     return f"{degrees} micro_batch={train.micro_batch} remat={train.remat}"
 
 
-def search(dimensions: Dimensions, machine: Machine, nodes: int, config: RunConfig, assumed: Assumptions) -> Found:
+def search(
+    dimensions: Dimensions, machine: Machine, nodes: int, config: RunConfig, assumed: Assumptions
+) -> SearchResult:
     """Try the degrees, modes of sharding, orders, micro-batches and recomputation that use all devices.
 
     Of the orders, micro-batches and recomputation of one set of degrees, the fastest that fits is kept.
@@ -106,7 +108,7 @@ def search(dimensions: Dimensions, machine: Machine, nodes: int, config: RunConf
         else:
             rejected.append(Rejected(least, Prediction.of(least, assumed).reasons[0]))
     layouts.sort(key=lambda layout: layout.time.step_s)
-    return Found(tuple(layouts), tuple(rejected))
+    return SearchResult(tuple(layouts), tuple(rejected))
 
 
 def _try(job: Job, assumed: Assumptions) -> tuple[list[Prediction], Job]:

@@ -15,7 +15,7 @@ from nxtrain.common.text import duration
 from nxtrain.config.schema import ON_GPUS
 from nxtrain.plan.job import Job
 from nxtrain.plan.predict import Prediction
-from nxtrain.plan.search import Found
+from nxtrain.plan.search import SearchResult
 
 GIB = 1 << 30
 WIDTH = 118
@@ -155,7 +155,7 @@ def _attention_cost(job: Job) -> str:
     return f"{limits}: a call for each document, planned as one for the row"
 
 
-def show_found(result: Found, note: str, top: int) -> None:
+def show_search(result: SearchResult, note: str, top: int) -> None:
     """Print the layouts of a search, and the reasons against the others."""
     screen = console()
     if note:

@@ -16,7 +16,7 @@ from nxtrain.checkpoint.resume import ResumePlanner
 from nxtrain.checkpoint.shards import MODEL, Shards
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.errors import DamagedError
-from nxtrain.common.io.object_store import Location, place_of
+from nxtrain.common.io.object_store import Location, location_of
 from nxtrain.common.io.read_retry import unsteady
 from nxtrain.config.check import Resolved
 from nxtrain.config.model_folder import whole_folder
@@ -60,7 +60,7 @@ def start(
     fresh = meta_at(0, plan, inputs)
     unsteady.begin()
     ranks = Ranks(mesh, context.backend.host_group)
-    if mirrored is not None or not isinstance(place_of(plan.config.checkpoint.resume), Path):
+    if mirrored is not None or not isinstance(location_of(plan.config.checkpoint.resume), Path):
         # Ranks whose shards are loaded wait for the ranks that still read, so the timeout must fit remote storage.
         ranks = Ranks(mesh, context.backend.background_group(TIMEOUT_S) or context.backend.host_group)
     planner = ResumePlanner(

@@ -234,13 +234,13 @@ def _accumulate(state: TrainState, batch: DeviceBatch) -> None:
     """Add up the gradients and the losses of all micro-batches."""
     pairs = _with_reference(state, batch)
 
-    def found(loss: Tensor, targets: Tensor) -> Tensor:
+    def on_loss(loss: Tensor, targets: Tensor) -> Tensor:
         loss, sums = _objective(state, loss, targets, next(pairs))
         _add(state, sums())
         return loss
 
     if state.pipeline is not None:
-        state.pipeline.train(batch.micro_batches, lambda last: state.data_parallel.begin(last=last), found)
+        state.pipeline.train(batch.micro_batches, lambda last: state.data_parallel.begin(last=last), on_loss)
         return
     for index, ((inputs, targets, *documents), own) in enumerate(zip(batch.micro_batches, pairs, strict=True)):
         state.data_parallel.begin(last=index == len(batch.inputs) - 1)
@@ -290,8 +290,8 @@ def _with_reference(state: TrainState, batch: DeviceBatch) -> Iterator[Pairs | N
 @torch.no_grad()
 def _divergence(state: TrainState, swapped: DeviceBatch) -> Tensor:
     assert isinstance(state.preferences, Kto)
-    found = answer_log_probs(state, swapped), _by_reference(state, swapped)
-    divergence = state.preferences.divergence(*found, swapped.pairs, state.mesh.batch)
+    log_probs, of_reference = answer_log_probs(state, swapped), _by_reference(state, swapped)
+    divergence = state.preferences.divergence(log_probs, of_reference, swapped.pairs, state.mesh.batch)
     state.backend.step_boundary()
     return divergence
 
@@ -358,11 +358,11 @@ def eval_step(state: TrainState, batch: DeviceBatch) -> list[tuple[Tensor, ...]]
     if state.pipeline is not None:
         here: list[Tensor] = []
 
-        def found(loss: Tensor, targets: Tensor) -> Tensor:
+        def on_loss(loss: Tensor, targets: Tensor) -> Tensor:
             here.append(_objective(state, loss, targets, next(pairs))[1]())
             return loss
 
-        state.pipeline.evaluate(batch.micro_batches, found)
+        state.pipeline.evaluate(batch.micro_batches, on_loss)
         for index in range(len(batch.inputs)):
             size = 2 if state.preferences is None else len(state.preferences.sums)
             sums.append(_over_batch(state, here[index] if here else state.sums.new_zeros(size)))

@@ -33,13 +33,13 @@ def _hold_the_lock() -> None:
 def never_open() -> None:
     """Let this process wait for its device for ever."""
     deadlines.OPENING_S, deadlines.MEETINGS = LIMIT_S, 0
-    CpuBackend._take_place = lambda self: _sleep()  # type: ignore[method-assign]
+    CpuBackend._read_placement = lambda self: _sleep()  # type: ignore[method-assign]
 
 
 def never_open_with_the_lock() -> None:
     """The same, while no other thread of it can run."""
     deadlines.OPENING_S, deadlines.MEETINGS = LIMIT_S, 0
-    CpuBackend._take_place = lambda self: _hold_the_lock()  # type: ignore[method-assign]
+    CpuBackend._read_placement = lambda self: _hold_the_lock()  # type: ignore[method-assign]
 
 
 def never_close() -> None:

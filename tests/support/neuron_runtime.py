@@ -18,7 +18,7 @@ import torch
 
 from nxtrain.backends.base import Backend
 from nxtrain.backends.xla.graphs import hash_of, pending
-from nxtrain.backends.xla.tracing import _told_reads
+from nxtrain.backends.xla.tracing import _noting_reads
 
 Meet = Callable[[str, Callable[[], str]], None]
 """Takes the hash of a graph, and what gives its HLO while this is called."""
@@ -39,7 +39,7 @@ class Runtime:
         self._xla._xla_step_marker = self._mark
         self._xla._set_allow_execution(False)
         if not self._runs:
-            self._stack.enter_context(_told_reads(self))
+            self._stack.enter_context(_noting_reads(self))
 
     def stop(self) -> None:
         self._stack.close()

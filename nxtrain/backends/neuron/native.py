@@ -54,7 +54,7 @@ class NeuronNativeBackend(AcceleratorBackend):
         if not support.ok:
             raise BackendError(f"backend.name={self.name} cannot run here: {support.reason}")
         self.extracts = torchneuron.compiles_only(os.environ)
-        self._take_place()
+        self._read_placement()
         self.collectives = MeshCollectives(self.world, DEVICE_TYPE)
         # Before any tensor is on the device: joining assigns a core to this process.
         self._join(PROCESS_GROUP, settings.hang_timeout_s)

@@ -98,7 +98,7 @@ class TracingBackend(XlaBackend):
         self._recording = True
         self._xla._set_allow_execution(False)
         try:
-            with _told_reads(self._tape):
+            with _noting_reads(self._tape):
                 yield
         except RuntimeError as error:
             if "Unexpected execution" not in str(error):
@@ -140,7 +140,7 @@ class _WithoutStorage(TorchFunctionMode):
 
 
 @contextmanager
-def _told_reads(tape: Tape) -> Iterator[None]:
+def _noting_reads(tape: Tape) -> Iterator[None]:
     """Record every read of a device value by the host, and return ones instead of the value.
 
     The operations that copy values to the host are replaced in torch's dispatcher. A dispatch mode would see them too,

@@ -34,7 +34,7 @@ Location = Path | BucketPath
 """Path or address in object storage of a file or a folder."""
 
 
-def place_of(text: str) -> Location:
+def location_of(text: str) -> Location:
     """Location of an address in object storage or a path."""
     if is_bucket(text):
         scheme, _, rest = text.partition("://")
@@ -119,7 +119,7 @@ class ObjectStore(Protocol):
 
 def open_store(address: str) -> ObjectStore:
     """The store at an address in object storage, or in a folder."""
-    root = place_of(address)
+    root = location_of(address)
     if isinstance(root, Path):
         return FolderStore(root)
     return BucketStore(root)

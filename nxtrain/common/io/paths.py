@@ -85,7 +85,7 @@ def local_or_bucket(path: str) -> str:
     return local(path)
 
 
-def model_place(path: str) -> str:
+def model_location(path: str) -> str:
     """Expand the home folder in a path, or accept a name in the Hub of Hugging Face; refuse other addresses."""
     if not path.startswith(HUB):
         return local(path)

@@ -21,7 +21,7 @@ import numpy as np
 from nxtrain.common.errors import DataError
 from nxtrain.common.io.atomic import clear_drafts
 from nxtrain.common.io.jsonl import read
-from nxtrain.common.io.object_store import place_of
+from nxtrain.common.io.object_store import location_of
 from nxtrain.common.process.console import standard_error
 from nxtrain.common.process.progress import Progress
 from nxtrain.common.vocab import END_BIT
@@ -125,7 +125,7 @@ def open_corpora(config: DataConfig, workdir: Path) -> RunCorpora:
 
 def open_corpus(config: DataConfig, name: str, key: str) -> PreparedCorpus:
     """Open a prepared corpus that a configuration names under a key."""
-    path = place_of(name)
+    path = location_of(name)
     try:
         corpus = PreparedCorpus(path, cache_folder(config))
     except (DataError, FileNotFoundError) as error:

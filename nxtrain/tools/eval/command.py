@@ -16,7 +16,7 @@ from nxtrain.checkpoint.mirror import Mirror
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.io import jsonl
-from nxtrain.common.io.object_store import open_store, place_of
+from nxtrain.common.io.object_store import location_of, open_store
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.process.console import standard_error
 from nxtrain.common.process.placement import Placement
@@ -199,7 +199,7 @@ def _run(
 
 def _kept(address: str) -> list[str]:
     """Every complete checkpoint of a run folder, a `checkpoints` folder or a mirror, oldest first."""
-    location = place_of(address)
+    location = location_of(address)
     kept = []
     if isinstance(location, Path):
         paths = directory.list_checkpoints(location) or directory.list_checkpoints(location / CHECKPOINTS_DIR)

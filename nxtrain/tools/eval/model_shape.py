@@ -11,7 +11,7 @@ from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.common.errors import ConfigError, NxtrainError, cause_of
 from nxtrain.common.family import ModelConfig, ModelFamily, find_family
-from nxtrain.common.io.object_store import content_of, place_of
+from nxtrain.common.io.object_store import content_of, location_of
 
 CONFIG = "config.json"
 
@@ -43,7 +43,7 @@ def read_hf(location: Path) -> tuple[ModelFamily, ModelConfig, frozenset[int]]:
 def local_shape(address: str) -> tuple[ModelFamily, ModelConfig] | None:
     """Family and shape of a model on this machine's storage; None for an address in S3, and if neither can be read."""
     try:
-        location = place_of(address)
+        location = location_of(address)
         if not isinstance(location, Path):
             return None
         if is_hf_folder(location):

@@ -15,7 +15,7 @@ from nxtrain.checkpoint.meta import fingerprint, read_meta
 from nxtrain.checkpoint.mirror import locate_checkpoint
 from nxtrain.common.errors import ConfigError, DamagedError, DataError
 from nxtrain.common.family import CausalLM, ModelConfig, ModelFamily
-from nxtrain.common.io.object_store import Location, content_of, place_of
+from nxtrain.common.io.object_store import Location, content_of, location_of
 from nxtrain.common.mesh import Mesh
 from nxtrain.data.tokenization import end_ids
 from nxtrain.tools.eval.model_shape import CONFIG, is_hf_folder, read_hf
@@ -41,7 +41,7 @@ class Trained:
 
         All but the weights is read.
         """
-        location = place_of(address)
+        location = location_of(address)
         if isinstance(location, Path) and is_hf_folder(location):
             tokenizer = _open_tokenizer(location)
             family, config, declared = read_hf(location)

@@ -25,7 +25,7 @@ from nxtrain.common.errors import BackendError, CheckpointError, ConfigError, Da
 from nxtrain.common.io import checksummed_file
 from nxtrain.common.io import s3 as s3_client
 from nxtrain.common.io.checksummed_file import TransferCounter, transferred
-from nxtrain.common.io.object_store import FolderStore, ObjectStore, open_store, place_of
+from nxtrain.common.io.object_store import FolderStore, ObjectStore, location_of, open_store
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
 from tests.support.run_folders import meta
@@ -113,7 +113,7 @@ def test_a_copy_is_the_checkpoint_byte_for_byte_and_loads(address: str, tmp_path
     assert [outcome.problem for outcome in run.outcomes] == [""]
     assert run.copied == [(1, "")]
     local, copied = directory.step_path(run.folder, 1), locate_checkpoint(address)
-    assert locate_checkpoint(str(copied)) == copied == place_of(address) / local.name
+    assert locate_checkpoint(str(copied)) == copied == location_of(address) / local.name
     for name in (FILE, directory.MANIFEST, directory.META):
         assert (copied / name).read_bytes() == (local / name).read_bytes()
     assert torch.equal(run.load(copied)[0], torch.arange(1.0, 9.0).reshape(SHAPE))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.io.bucket import BucketPath
-from nxtrain.common.io.object_store import open_store, place_of
+from nxtrain.common.io.object_store import location_of, open_store
 from nxtrain.common.io.paths import local_path
 from nxtrain.config import check
 from nxtrain.config.check import resolve_config
@@ -80,9 +80,9 @@ def misspelt(draw: st.DrawFn) -> str:
 @given(misspelt())
 def test_a_misspelt_address_is_no_folder(text: str) -> None:
     if text.startswith("s3://"):
-        assert place_of(text) == BucketPath(text)
+        assert location_of(text) == BucketPath(text)
         return
-    for read in (place_of, open_store, local_path):
+    for read in (location_of, open_store, local_path):
         with pytest.raises(ConfigError, match="an address of "):
             read(text)
 
@@ -94,17 +94,17 @@ NEAREST = {"s3": ["S3", "s3a", "s3n", "ss3", "s", "3"], "gs": ["GS", "gcs"], "az
 def test_the_nearest_scheme_is_named(nearest: str) -> None:
     for scheme in NEAREST[nearest]:
         with pytest.raises(ConfigError, match=f"did you mean {nearest}://{REST}"):
-            place_of(f"{scheme}://{REST}")
+            location_of(f"{scheme}://{REST}")
 
 
 def test_the_path_of_a_file_address_is_named() -> None:
     with pytest.raises(ConfigError, match="did you mean /shared/run"):
-        place_of("file:///shared/run")
+        location_of("file:///shared/run")
 
 
 @pytest.mark.parametrize("text", ["runs/a:b", "/a:/b", "./http:/x", "s3/data", "s3", "a b/c", "12:30/x", "..", "run:1"])
 def test_a_path_stays_a_path(text: str) -> None:
-    assert place_of(text) == local_path(text) == Path(text)
+    assert location_of(text) == local_path(text) == Path(text)
 
 
 @pytest.mark.parametrize(

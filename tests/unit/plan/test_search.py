@@ -13,7 +13,7 @@ import pytest
 from nxtrain.plan.job import Job
 from nxtrain.plan.memory import rank_bytes
 from nxtrain.plan.predict import Assumptions, Prediction
-from nxtrain.plan.search import CHUNKS, MAX_MICRO_BATCH, REMATS, Found, Rejected, search
+from nxtrain.plan.search import CHUNKS, MAX_MICRO_BATCH, REMATS, Rejected, SearchResult, search
 from nxtrain.plan.speed import SPEEDS, step_time
 from nxtrain.plan.traffic import tp_bytes
 from tests.support.published import job_of
@@ -150,7 +150,7 @@ def test_the_words_of_a_search_follow_from_its_numbers(seed: int) -> None:
         parallel = item.job.config.parallel
         assert f"tp={parallel.tp} pp={parallel.pp} dp={parallel.dp} shard={parallel.shard} " in result.reason
     assert f"takes {second.time.step_s / best.time.step_s - 1:.1%} longer" in result.reason
-    assert Found((), ()).reason == ""
+    assert SearchResult((), ()).reason == ""
 
 
 @pytest.mark.parametrize("seed", range(12))
