@@ -12,6 +12,8 @@ import pytest
 
 from nxtrain.common.distributed.collectives import RowCounts
 from nxtrain.parallel import expert_parallel
+from nxtrain.tools.trace.fake_rank import zero_batch
+from nxtrain.train.step import eval_step
 from tests.cuda_sim.test_steps import started, step
 from tests.support.cuda_sim import Event, Record, SimulatedGpu, mark, play_recorded
 from tests.support.drawn import one_in
@@ -143,20 +145,23 @@ def _drop_empty(waiting: Sequence[list[list[Call]]]) -> None:
 
 Tables = Mapping[str, Mapping[str, Any]]
 Judgement = tuple[list[str], dict[int, list[Call]], list[Event]]
-"""Unequal calls of ranks, calls that wait for ever, and waits of hosts in the third step."""
+"""Unequal calls of ranks, calls that wait for ever, and waits of hosts in the third step and second evaluation."""
 
 
 def three_steps(backend: Any, tables: Tables) -> None:
-    """A rank from its start through three steps, with a point before the third."""
+    """A rank from its start through three steps and an evaluation, after whose first comes a point."""
     resolved, state = started(backend, tables)
     for _ in range(2):
         step(resolved, state)
+    eval_step(state, zero_batch(resolved, state))
     mark("third")
     step(resolved, state)
+    eval_step(state, zero_batch(resolved, state))
+    state.backend.step_boundary()
 
 
 def judged(world: int, tables: Tables) -> Judgement:
-    """Judgement of the three first steps of a run."""
+    """Judgement of the first steps and evaluations of a run."""
     records = play_recorded(world, three_steps, tables)
     waits = [event for record in records for event in record.after("third").host_waits]
     return mismatches(records), stuck(records), waits

@@ -16,11 +16,18 @@ from nxtrain.train.step import eval_step, train_step
 from tests.support.cuda_sim import Record, SimulatedGpu, marked, opened_gpu, recorded
 from tests.support.runs import records, run_plan, train_rank
 
+SHAPE = {"vocab_size": 384, "hidden_size": 128}
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "masters": {"precision": {"params": "bf16", "update": "fp32_master"}},
     "offload": {
         "precision": {"params": "bf16", "update": "bf16_kahan"},
         "parallel": {"offload": ["activations"]},
+    },
+    "documents": {"precision": {"params": "bf16", "update": "bf16_stochastic"}, "data": {"doc_mask": True}},
+    "muon": {"precision": {"params": "bf16", "update": "fp32_master"}, "optim": {"name": "muon"}},
+    "experts": {
+        "precision": {"params": "bf16", "update": "fp32_master"},
+        "model": {"family": "mixtral", "config": {**SHAPE, "num_local_experts": 4}, "moe_dispatch": "capacity"},
     },
 }
 
@@ -36,7 +43,7 @@ def run(folder: Path, steps: int, tables: Mapping[str, Mapping[str, Any]]) -> Re
         (texts / f"{number}.txt").write_text(f"text {number} " * 20, encoding="utf-8")
     sections: dict[str, dict[str, Any]] = {
         "data": {"source": "text", "path": str(texts), "validation_fraction": 0.2},
-        "model": {"config": {"vocab_size": 384, "hidden_size": 128}},
+        "model": {"config": SHAPE},
         "train": {"eval_every": 2, "eval_batches": 2},
         "checkpoint": {"every": 2},
         "metrics": {"log_every": 2, "tensorboard": False, "progress": False},
