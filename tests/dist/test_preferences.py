@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from statistics import geometric_mean
 from typing import Any
 from unittest.mock import patch
 
@@ -118,6 +119,9 @@ def test_objectives_above_quantized_weights_equal_peft_above_restored_ones(ranks
 # --- bf16 ----------------------------------------------------------------------------------------------------------
 
 OBJECTIVES = ("dpo", "orpo", "kto")
+FEWEST = 4
+"""Answers of a first step; of fewer, chance decides which rounding is the smaller."""
+
 IN_BF16 = [Degrees(), Degrees(tp=2, sequence_parallel=True), Degrees(pp=2), Degrees(dp=2, shard="full")]
 
 
@@ -128,28 +132,27 @@ def draw_narrow(objective: str, index: int, degrees: Degrees, *, method: str) ->
         run = replace(run, finetune=(*run.finetune, ("objective", objective), ("method", method)))
         if objective == "kto":
             run = DrawnLabelled(**vars(run))
-        if sum(answers_in(run.rows()[0])) > 1:
+        if sum(answers_in(run.rows()[0])) >= FEWEST:
             return run
         index += 2000
 
 
 @pytest.mark.parametrize("number", [3, pytest.param(24, marks=pytest.mark.slow)])
 def test_answers_and_gradients_in_bf16_are_as_exact_as_those_of_transformers(ranks: RankPool, number: int) -> None:
-    """Over all runs: of a single number, chance decides which rounding is the smaller."""
+    """Over all runs, as a mean of ratios: a run of a badly conditioned model has errors far above those of others."""
     of_answers: list[list[float]] = [[], []]
     for objective in OBJECTIVES:
-        of_gradients: list[list[float]] = [[], []]
+        ratios = []
         for index in range(number):
             method = ("lora", "full", "qlora")[index % 3]
             run = draw_narrow(objective, 2 * index + (method == "full"), IN_BF16[index % len(IN_BF16)], method=method)
             exact = step_of_torch(run, torch.float64)
             ours = of_all(ranks.run(run.degrees.world, on_rank, run), run)
-            for side, narrow in enumerate((ours, step_of_torch(run, torch.bfloat16))):
-                answers, grads = distances(narrow, exact, run)
-                of_answers[side] += answers
-                of_gradients[side].append(grads)
-        mine, theirs = map(root_mean_square, of_gradients)
-        assert mine <= WORSE * theirs, objective
+            own, other = (distances(narrow, exact, run) for narrow in (ours, step_of_torch(run, torch.bfloat16)))
+            of_answers[0] += own[0]
+            of_answers[1] += other[0]
+            ratios.append(own[1] / other[1])
+        assert geometric_mean(ratios) <= WORSE, objective
     mine, theirs = map(root_mean_square, of_answers)
     assert mine <= WORSE * theirs
 
@@ -164,10 +167,9 @@ def rounded_on_rank(backend: Backend, run: DrawnPairs) -> OnRank:
 def test_answers_that_are_summed_in_bf16_are_seen(ranks: RankPool) -> None:
     run = draw_narrow("dpo", 1, Degrees(), method="full")
     exact = step_of_torch(run, torch.float64)
-    steps = [of_all(ranks.run(1, body, run), run) for body in (on_rank, rounded_on_rank)]
-    steps.append(step_of_torch(run, torch.bfloat16))
-    sound, rounded, theirs = (root_mean_square(distances(step, exact, run)[0]) for step in steps)
-    assert sound <= WORSE * theirs < rounded
+    steps = (of_all(ranks.run(1, rounded_on_rank, run), run), step_of_torch(run, torch.bfloat16))
+    rounded, theirs = (root_mean_square(distances(narrow, exact, run)[0]) for narrow in steps)
+    assert rounded > WORSE * theirs
 
 
 COPIES = [
