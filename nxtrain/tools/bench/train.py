@@ -219,7 +219,7 @@ def summarize(measured: Mapping[str, Sequence[Mapping[str, Any]]], work: Workloa
     """Medians over rounds, ratios inside each round, and MFU by the peak of the same round."""
     flops = find_family(work.family).dimensions(work.model).flops_per_token(work.seq_len)
     names = [name for name in measured if name != PEAK]
-    device = measured[names[0]][0]["device"]
+    device = measured[names[0]][0]["device_type"]
     clocks = [*CLOCKS]
     for turn in measured[PEAK]:
         clocks = [clock for clock in clocks if clock in turn]

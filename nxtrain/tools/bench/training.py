@@ -229,7 +229,7 @@ def timed(
             raise BackendError(f"the loss is {loss}, so these steps are no training; see --precision")
         step_s = seconds["wall"] / number
         measured: dict[str, Any] = {**seconds, "step_s": step_s, "first_step_s": first_s[0], "loss": loss}
-        measured["device"] = clocks.device.type
+        measured["device_type"] = clocks.device.type  # `device` is a clock
         if backend is None:
             return {**measured, "maker_flops": None, "notes": ()}
         return {**measured, "maker_flops": backend.diagnostics.peak_flops(params), "notes": backend.notes()}

@@ -33,7 +33,7 @@ TOKENS = 1000
 
 def turns(*cpu_s: float, wall: float = 3.0, first: float = 9.0) -> list[dict[str, Any]]:
     """Turns of so many seconds, after a first step that took long."""
-    common = {"loss": 6.0, "maker_flops": None, "device": "cpu", "notes": ["C++"], "first_step_s": first}
+    common = {"loss": 6.0, "maker_flops": None, "device_type": "cpu", "notes": ["C++"], "first_step_s": first}
     return [{"cpu": one, "wall": wall * one, "step_s": one / 2, **common} for one in cpu_s]
 
 
