@@ -27,7 +27,7 @@ MIN_ATTENTION_ROWS, MAX_ATTENTION_ROWS = 16, 512
 """Fewest and most queries of such a block."""
 
 XLA_LOOPS = 4
-"""Most loops of blocks in an attention's graph on PyTorch/XLA; as few blocks as that are no loops."""
+"""Most loops of blocks in an attention's graph on PyTorch/XLA; as few blocks as that need no loop."""
 
 LONGEST_SCORES = 2048
 """Tokens of the longest sequence whose scores elementary operations compute at once; longer ones go block by block."""

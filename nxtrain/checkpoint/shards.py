@@ -96,7 +96,7 @@ def owned(held: Sequence[TensorShard]) -> list[TensorShard]:
     shard in several ranges is split between rows, unless one end is smaller than `SLIVER` of a range.
 
     Ranks that share one shard share all shards with the same number of replicas, in the same order. Each rank therefore
-    computes the same assignment without communication. Experts are no exception: where their replicas are other ranks
+    computes the same assignment without communication. The same holds for experts: where their replicas are other ranks
     than those of other tensors, they are fewer.
     """
     held = [chunk for chunk in held if chunk.num_bytes and not chunk.tied]

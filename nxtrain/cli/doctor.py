@@ -41,7 +41,7 @@ def doctor(
     """Check this machine before a run, or between runs: devices, network, limits, disks, clock, packages.
 
     Ends with 0 if all is well, and with 5 after a fault; each fault has its consequence and a fix. Without CONFIG the
-    machine is checked for any run, and a run that is under way is no fault: fit for a health check.
+    machine is checked for any run, and a run that is under way is not a fault: fit for a health check.
     """
     from nxtrain.tools.doctor.collectives import world_of
     from nxtrain.tools.doctor.examine import EXIT_CODE, examine, line_of, to_json

@@ -116,7 +116,7 @@ def _report(error: NxtrainError, placement: Placement) -> None:
     # Every rank of a node finds the same problem of configuration and environment; other failures differ by rank.
     if isinstance(error, ConfigError) and not placement.speaks_for_node:
         return
-    # All ranks stop together, which is no error.
+    # All ranks stop together, which is not an error.
     if isinstance(error, StoppedBySignal):
         if placement.is_leader:
             standard_error().print(str(error), markup=False)
@@ -256,7 +256,7 @@ def graphs(
     """Show the graphs that a compiler will get, for any rank of any world, on this CPU.
 
     The training step is traced and not executed. Fails with exit code 5 when ranks or steps need different graphs, when
-    a collective spans a group that is no axis of the mesh, and when the host reads a value inside a step.
+    a collective spans a group that is not an axis of the mesh, and when the host reads a value inside a step.
     """
     from nxtrain.tools.trace.command import graphs, present
 

@@ -187,7 +187,7 @@ class Kernels(ABC):
     Attributes:
         host_may_look: The host can read a number in the middle of a step at no cost.
         sums_lists: `square_sums` takes few launches for many tensors, and adds up short sums.
-        makes_zeros: Zeros that the device makes have memory of their own, and are no constants of a graph.
+        makes_zeros: Zeros that the device makes have memory of their own, and are not constants of a graph.
         adds_products: `add_product` needs no memory for the product.
         rounds: The device rounds every cast from float32 to bfloat16 at random, with its own random stream. Ranks that
             compute the same values then get different results wherever their streams differ.

@@ -127,7 +127,7 @@ class FileSamples(Samples):
         expected: Result of `probe` for the ids that were checked; None: nothing was checked yet.
 
     Raises:
-        DataError: The file is no table of rows of this length, is cut short, or differs from the checked ids.
+        DataError: The file is not a table of rows of this length, is cut short, or differs from the checked ids.
     """
 
     def __init__(self, file: DataFile, *, seq_len: int, vocab_size: int, expected: str | None = None) -> None:

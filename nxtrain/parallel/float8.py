@@ -164,7 +164,7 @@ class Float8Linear:
             scaled = (matrix.unflatten(1, (-1, BLOCK)) * scales[..., None]).flatten(1)
         else:
             scaled = matrix * scales
-        # A cast of a larger number is no number before torch 2.12.
+        # A cast of a larger number is NaN before torch 2.12.
         values = scaled.clamp_(-most, most).to(dtype).contiguous()
         return Float8Matrix(values, scales.double().reciprocal().float())
 

@@ -73,7 +73,7 @@ class Prefetch:
                 continue
             unit.set_modules_to_backward_prefetch([unit])  # of no unit at all, torch would gather the one before
             if self.backward == "after" and before:
-                # Behind the hook of FSDP, so that the gradient of the input it sees comes before the reduction.
+                # After the hook of FSDP, so that the gradient of the input it sees comes before the reduction.
                 cast(nn.Module, unit).register_forward_pre_hook(partial(_gather_ahead, before))
 
 
@@ -220,12 +220,15 @@ class FullySharded(DataParallel):
         self._model.set_requires_all_reduce(last)
 
     def reduce(self) -> dict[str, Tensor]:
-        grads = {}
-        for name, parameter in self._parameters.items():
-            assert parameter.grad is not None, "every parameter takes part in every step"
-            grads[name] = cast(DTensor, parameter.grad).to_local()
+        grads = {name: _local_grad(parameter) for name, parameter in self._parameters.items()}
+        for parameter in self._parameters.values():
             parameter.grad = None
         return grads
 
     def publish(self) -> None:
         """Do nothing: the next forward pass gathers the shards."""
+
+
+def _local_grad(parameter: DTensor) -> Tensor:  # faults of gradients are injected here
+    assert parameter.grad is not None, "every parameter takes part in every step"
+    return cast(DTensor, parameter.grad).to_local()

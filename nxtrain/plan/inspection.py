@@ -130,7 +130,7 @@ def inspect(path: Path, overrides: Sequence[str]) -> Inspection:
     """Facts of a configuration file or of a run folder.
 
     Raises:
-        ConfigError: The configuration or its layout is impossible, or the folder is no run.
+        ConfigError: The configuration or its layout is impossible, or the folder is not of a run.
         CheckpointError: The metadata of the newest checkpoint is damaged.
     """
     is_run = path.is_dir()

@@ -19,7 +19,7 @@ from nxtrain.plan.search import SearchResult
 
 GIB = 1 << 30
 WIDTH = 118
-"""Columns where the output is no terminal."""
+"""Columns where the output is not a terminal."""
 
 
 def console() -> Console:

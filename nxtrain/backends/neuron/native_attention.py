@@ -1,4 +1,4 @@
-"""Attention of TorchNeuron: its flash kernel behind `scaled_dot_product_attention`, and the conditions of the kernel.
+"""Attention of TorchNeuron: its flash kernel under `scaled_dot_product_attention`, and the conditions of the kernel.
 
 Names and limits are measurements of one user of the beta 2.12.3; AWS's pages do not list them. Elementary operations
 compute a shape that does not fit. For one shape on trn2.3xlarge, that user measured 6.4 times the time.

@@ -18,7 +18,7 @@ PACKAGES = ("torch-neuronx", "nki")
 """Packages whose code reads variables of TorchNeuron."""
 
 CODE = (".py", ".so", ".pyd")
-"""Endings of files with code; libraries may have a version behind theirs."""
+"""Endings of files with code; libraries may have a version after the ending."""
 
 
 def reads(name: str) -> bool | None:

@@ -164,7 +164,7 @@ class BucketService(ABC):
 
     @abstractmethod
     def delete(self, keys: list[str]) -> None:
-        """Delete objects; absent ones are no error."""
+        """Delete objects; absent ones are not an error."""
 
     @contextmanager
     def explained(self, address: str, *, reads_object: bool = False) -> Iterator[None]:

@@ -295,7 +295,7 @@ def model_named(text: str) -> HubName | None:
     """Repository that a text names, `org/name`, `org/name@revision` or `hf://` before these; None for a path.
 
     A file or folder of this machine comes before the Hub. A path whose first folder exists, or is the folder of runs,
-    is misspelt, and is no question for the Hub, unless a commit follows.
+    is misspelt, and the Hub is not asked, unless a commit follows.
 
     Raises:
         ConfigError: An address of the Hub that names no repository.

@@ -99,7 +99,7 @@ def parse(text: str) -> list[Fault]:
 def _parse(text: str) -> Fault:
     match = re.fullmatch(r"([a-z]+\d?)(!?)@(\d+|\*):(\d+|\*):([a-z_]+)((?::[^:]+)*)", text)
     if match is None:
-        raise _wrong(text, "a fault is kind@rank:step:point, with arguments behind further colons")
+        raise _wrong(text, "a fault is kind@rank:step:point, with arguments after further colons")
     kind, repeats, rank, step, point, rest = match.groups()
     arguments = rest.split(":")[1:]
     if kind not in KINDS:

@@ -230,7 +230,7 @@ def _turns(column: Any) -> Iterator[Any]:
 
 
 def _values(column: Any, field: str) -> Iterator[Any]:
-    """Strings or conversations of a part of a column, None for null, and an error for what is no text."""
+    """Strings or conversations of a part of a column, None for null, and an error for other values."""
     if _holds_turns(column.type):
         yield from _turns(column)
         return

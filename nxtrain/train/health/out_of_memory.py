@@ -36,7 +36,7 @@ PLANNED = "activations, planned"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if an error, or one behind it, is a failed allocation."""
+    """True if an error, or a cause of the error, is a failed allocation."""
     chain: BaseException | None = error
     seen = set[int]()
     while chain is not None and id(chain) not in seen:
