@@ -133,10 +133,12 @@ class Grouping:
     Args:
         multiple: Every group has a multiple of so many rows.
         counted: The host knows the rows of each group. If not, every group has rows.
+        even: Ranks are taken to exchange equal numbers of rows, since tensors have shapes and no values.
     """
 
     multiple: int = 1
     counted: bool = True
+    even: bool = False
 
 
 ANY_ROWS = Grouping()

@@ -72,7 +72,7 @@ def dispatch(  # 8 arguments: tokens, their routing, the experts, the limit of a
         groups = RowGroups.of(heights, grouping)
         return rows.collect(experts.of_groups(own, scale, groups, kernels))
     rows, counts = sorted_rows(indices, num_experts, capacity)
-    exchange = expert_parallel.exchange(counts, grouping)
+    exchange = expert_parallel.exchange(counts, len(rows.slots), grouping)
     own, scale = exchange.send(rows.spread(x)), exchange.send(rows.weights(weights))
     return rows.collect(exchange.give_back(experts.of_groups(own, scale, exchange.groups, kernels)))
 

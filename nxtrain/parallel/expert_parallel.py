@@ -66,16 +66,21 @@ class ExpertParallel:
         share = num_experts // self.axis.size
         return range(self.axis.rank * share, (self.axis.rank + 1) * share)
 
-    def exchange(self, counts: Tensor, grouping: Grouping) -> RowExchange:
+    def exchange(self, counts: Tensor, num_rows: int, grouping: Grouping) -> RowExchange:
         """Exchange the numbers of rows for each expert, which the host reads.
 
         Args:
             counts: (E,) int64, rows of this rank for each expert.
+            num_rows: N.
             grouping: Rows that the products want of an expert.
         """
         size = self.axis.size
         of_experts = self.comm.all_to_all(counts, self.axis).view(size, -1)
-        rows = _read(counts.view(size, -1), of_experts)
+        if grouping.even:
+            share = tuple(num_rows // size + int(rank < num_rows % size) for rank in range(size))
+            rows = RowCounts(share, share)
+        else:
+            rows = _read(counts.view(size, -1), of_experts)
         experts = torch.arange(of_experts.shape[1], device=counts.device).repeat(size)
         experts = experts.repeat_interleave(of_experts.flatten(), output_size=sum(rows.received))
         in_order, heights = sorted_rows(experts.unsqueeze(1), of_experts.shape[1], grouping=grouping)

@@ -42,6 +42,11 @@ def forward_context_bytes(job: Job) -> int:
     """
     output = job.micro_tokens * job.query_width * FLOAT
     exchanged = 2 * _keys_bytes(job, job.params_size)
+    if job.fuses_context:
+        narrow = job.micro_tokens * job.query_width * job.params_size
+        if job.cp_method == "gather":
+            return exchanged + 2 * narrow
+        return exchanged + 4 * output + narrow  # the outputs of two blocks, each times its share, and their sum
     if job.cp_method == "ring":
         exchanged += output
     return exchanged + _copied_keys(job) + _block_bytes(job, FORWARD_SCORES) + 2 * output
@@ -53,6 +58,8 @@ def backward_context_bytes(job: Job) -> int:
 
     By gather, gradients of all keys wait for their sum. By ring, those of a block arrive, and leave with this rank's.
     """
+    if job.fuses_context:
+        return _flash_bytes(job)
     queries = job.micro_tokens * job.query_width * FLOAT
     key_grads = _keys_bytes(job, FLOAT)
     exchanged = 2 * _keys_bytes(job, job.params_size)
@@ -61,6 +68,26 @@ def backward_context_bytes(job: Job) -> int:
     if job.cp_method == "ring":
         exchanged += queries + 2 * key_grads
     return exchanged + _copied_keys(job) + max(in_block, joined)
+
+
+def _flash_bytes(job: Job) -> int:
+    """Largest tensors of the backward pass by FlashAttention, as `backends/flash_ranges.py` calls it.
+
+    The kernel sums the queries' gradients in float32, and has gradients of keys and values for each query head.
+    """
+    queries = job.micro_tokens * job.query_width
+    narrow, wide = queries * job.params_size, queries * FLOAT
+    keys, key_grads = _keys_bytes(job, job.params_size), _keys_bytes(job, FLOAT)
+    repeats = job.local_heads // job.local_kv_heads
+    by_head = keys * repeats if repeats > 1 else 0
+    of_calls = 2 * narrow + wide + 2 * keys + by_head  # gradients so far, those of a call, and the kernel's own
+    # Then those of keys and values are joined. Gather puts them in the order of the ranks, of zigzag by a turned half.
+    if job.cp_method == "ring":
+        return wide + 2 * keys + 2 * key_grads + max(of_calls, narrow + 2 * keys + 2 * key_grads)
+    parallel = job.config.parallel
+    is_in_order = SequenceCut.of(job.config.train.seq_len, parallel.cp, parallel.cp_layout).layout == "contiguous"
+    joined = 2 * key_grads if is_in_order else 7 * key_grads // 2
+    return keys + max(of_calls, narrow + joined)
 
 
 def _keys_bytes(job: Job, size: int) -> int:

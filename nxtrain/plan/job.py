@@ -226,7 +226,7 @@ class Job:
         """Attention of layers that are all alike."""
         train = self.config.train
         if self.config.parallel.cp > 1:
-            return "blocked"
+            return "grouped" if self.fuses_context else "blocked"
         if self.backend in ("neuron", "neuron-native"):
             return self._attention_on_trainium(shape)
         chosen = choose_torch(self.backend, self.config.backend.attention, shape)

@@ -35,7 +35,8 @@ def chunk_bytes(job: Job) -> int:
     chunk = max(1, (job.config.train.logits_mib(job.backend) << 20) // (FLOAT * rows))
     if chunk >= tokens:
         return tokens * rows * entry
-    num_bytes = chunk * rows * entry + tokens * hidden * size
+    num_bytes = chunk * rows * entry
     if job.adapters is None:
-        num_bytes += rows * hidden * FLOAT
-    return num_bytes
+        later = min(chunk, tokens - chunk)  # of two chunks the second, which alone meets a sum, may be short
+        num_bytes = max(num_bytes, later * rows * entry + rows * hidden * FLOAT)
+    return num_bytes + tokens * hidden * size

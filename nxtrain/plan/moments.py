@@ -206,7 +206,11 @@ def _gathering(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
         unit_trained -= (unit - 1) * trained.experts
     unit_grads = unit_trained * grad_size
     yield Moment(grads, kept - freed + attention_work_bytes(job), kept_logits, gathered + unit_grads)
-    yield Moment(accumulated, _working(job, stage), 0, gathered + rest_trained * grad_size)
+    rest_grads, rest_reduced = rest_trained * job.params_size, rest_trained * SIZES[job.config.precision.reduce]
+    at_end = rest_grads + rest_reduced  # the parameters outside the blocks are freed by then, as those of all blocks
+    if job.backend == "cpu":  # gloo reduces a copy
+        at_end += rest_reduced
+    yield Moment(accumulated, _working(job, stage), 0, max(gathered + rest_grads, at_end))
 
 
 def unit_blocks(job: Job, stage: int) -> int:

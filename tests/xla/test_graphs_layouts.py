@@ -88,3 +88,25 @@ def test_ranks_of_a_model_with_experts_record_the_same_graphs(pp: int, dispatch:
     assert (summed["op"], summed["count"], summed["bytes"]) == ("all-reduce", 1, 4 * (numbers + 1))
     transfers = {name for name in graphs if name.startswith("transfer")}
     assert transfers == ({"transfer over pp", "transfer over pp of the routing"} if pp == 2 else set())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "world", "layers", "graph", "axis", "wanted"),
+    [
+        ("qwen3_30b_a3b_trn2", 64, 1, "steady micro-batch", "dp", {"all-to-all": 9}),
+        ("llama3_70b_32k_trn1", 2048, 8, "stage 0 backward", "cp", {"all-gather": 2, "reduce-scatter": 1}),
+    ],
+)
+def test_ranks_of_a_recipe_record_the_same_graphs(  # 6 arguments: a recipe, its ranks, and a graph
+    recipe: str, world: int, layers: int, graph: str, axis: str, wanted: dict[str, int]
+) -> None:
+    """At true width, with a layer on a stage: experts over the ranks of dp, and keys over those of cp."""
+    ranks = ("--rank", "0", "--rank", str(world // 2 + 1))
+    options = ("--world", str(world), *ranks, "--steps", "1", "--json", f"model.config.num_hidden_layers={layers}")
+    code, out, err = in_process("graphs", CONFIGS / f"{recipe}.toml", *options)
+    assert code == 0, err
+    result = json.loads(out)
+    assert result["problems"] == result["host_reads"] == []
+    (traced,) = [one for one in result["graphs"] if one["name"] == graph]
+    assert over(traced, axis) == wanted

@@ -23,16 +23,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from nxtrain.backends.base import Support
 from nxtrain.backends.c10d import C10dBackend
 from nxtrain.backends.cpu_attention import blocked_attention
+from nxtrain.backends.flash_ranges import Call, FlashKernel, FlashRanges
 from nxtrain.backends.ranged_attention import RangedAttention, whole_rows
 from nxtrain.backends.torch_attention import sdpa
 from nxtrain.backends.torch_kernels import FusedKernels, row_tiles
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.errors import ConfigError, Problem
-from nxtrain.common.kernels import Float8Matrix, Rows
+from nxtrain.common.kernels import Float8Matrix, Grouping, KeyRanges, RowGroups, Rows
 from nxtrain.common.mesh import Axis, Mesh, StateAxes
 from nxtrain.common.process.greetings import without_greetings
 from nxtrain.common.sequence_cut import SequenceCut
@@ -74,6 +76,25 @@ class Traced:
 TILE_ENTRIES = 1 << 20  # entries that an update takes at a time; those of devices are a few megabytes as well
 
 
+class _Flash(FlashKernel):
+    """Memory of FlashAttention 2: sums of the queries' gradients in float32, and K/V gradients for each query head.
+
+    Source: `mha_bwd` of aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp in torch 2.9.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, call: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        workspace = [torch.empty_like(q, dtype=torch.float32)]
+        if q.shape[2] > k.shape[2]:
+            workspace += [k.new_empty(*k.shape[:2], *q.shape[2:]) for _ in range(2)]
+        return grads
+
+
 class _Kernels(FusedKernels):
     """torch's kernels without reads of values, with the attention of another device.
 
@@ -83,9 +104,19 @@ class _Kernels(FusedKernels):
 
     def __init__(self, attention: Attention, windowed: Attention) -> None:
         self._attention, self._windowed = attention, windowed
+        self._flash = FlashRanges(_Flash(), WeakTensorKeyDictionary())
 
     def float8_matmul(self, a: Float8Matrix, b: Float8Matrix, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
         return a.values.new_empty(len(a.values), len(b.values), dtype=dtype)  # without the copies of an emulation
+
+    def grouping(self, dtype: torch.dtype, sizes: Sequence[int]) -> Grouping:
+        return Grouping(counted=False, even=True)
+
+    def grouped_matmul(self, rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
+        return rows.new_empty(len(rows), matrices.shape[2])
+
+    def grouped_gradient(self, left: Tensor, right: Tensor, groups: RowGroups, out: Tensor) -> None:
+        """Leave the result as it is, which no value shows."""
 
     def tiles(self, shapes: Mapping[str, Sequence[int]]) -> list[list[Rows]]:
         return [[rows] for rows in row_tiles(shapes, TILE_ENTRIES)]
@@ -108,6 +139,18 @@ class _Kernels(FusedKernels):
             return super().document_attention(q, k, v, starts, window)
         # Neither calls for each document nor FlexAttention need more than one for the row.
         return self.attention(q, k, v)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
+        if self._windowed == "grouped":
+            return self._flash.attend(q, k, v, replace(ranges, starts=None))
+        return super().attend(q, k, v, ranges)
+
+    def attend_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, ranges: KeyRanges
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self._windowed == "grouped":
+            return self._flash.attend_backward(grad, q, k, v, out, log_sums, replace(ranges, starts=None))
+        return super().attend_backward(grad, q, k, v, out, log_sums, ranges)
 
 
 class _Collectives(C10dCollectives):

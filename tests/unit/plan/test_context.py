@@ -33,16 +33,22 @@ SHAPE = {
 SEQ_LEN, MASTER = 16_384, {"params": "bf16", "update": "fp32_master"}
 
 
-def job_of(parallel: dict[str, Any], backend: str = "cuda", **train: Any) -> Job:
+def job_of(
+    parallel: dict[str, Any],
+    backend: str = "cuda",
+    attention: str = "auto",
+    shape: dict[str, Any] = SHAPE,
+    **train: Any,
+) -> Job:
     degrees = {"dp": 1, **parallel}
     batches = {"seq_len": SEQ_LEN, "micro_batch": 1, "global_batch": 2 * degrees["dp"], **train}
     resolved = plan(
         "mha",
-        model={"config": SHAPE},
+        model={"config": shape},
         parallel=degrees,
         train=batches,
         precision=MASTER,
-        backend={"name": backend},
+        backend={"name": backend, "attention": attention},
     )
     return Job(resolved.dimensions, MACHINES["p5.48xlarge"], 1, resolved.config)
 
@@ -54,17 +60,31 @@ def test_kept_activations_of_a_rank_fall_as_the_degree_rises(remat: str) -> None
         assert kept[cp] * cp == pytest.approx(kept[1], rel=0.05), cp
 
 
+WIDE = SHAPE | {"intermediate_size": 64, "vocab_size": 64, "num_key_value_heads": HEADS, "head_dim": 64}
+"""A model whose attention takes most of the memory."""
+
+
 @pytest.mark.parametrize("method", ["gather", "auto"])
 @pytest.mark.parametrize(
-    "layout", [{}, {"tp": 2, "sequence_parallel": True, "shard": "zero1"}, {"shard": "full", "dp": 2}]
+    ("layout", "attention"),
+    [
+        ({}, "plain"),
+        ({"tp": 2, "sequence_parallel": True, "shard": "zero1"}, "plain"),
+        ({"cp_layout": "contiguous"}, "flash"),
+        ({"shard": "full", "dp": 2}, "flash"),
+        ({"cp": 4}, "flash"),
+    ],
 )
-def test_a_rank_on_fake_tensors_takes_the_planned_memory(method: str, layout: dict[str, Any]) -> None:
-    job = job_of({"cp": 2, "cp_method": method, **layout}, seq_len=2048)
+def test_a_rank_on_fake_tensors_takes_the_planned_memory(method: str, layout: dict[str, Any], attention: str) -> None:
+    """By FlashAttention of runs of queries, and by the scores of blocks of queries."""
+    parallel = {"cp": 2, "cp_method": method, **layout}
+    job = job_of(parallel, attention=attention, shape=WIDE, seq_len=2048)
     traced, planned = trace_job(job, 0), stage_bytes(job, 0)
     assert (planned.params, planned.optimizer) == (traced.params, traced.optimizer)
     assert planned.total - planned.workspace == pytest.approx(traced.total, rel=0.1)
-    whole = stage_bytes(replace(job, config=changed(job, cp=1)), 0)
-    assert whole.total - whole.workspace != pytest.approx(traced.total, rel=0.1)
+    other = "plain" if attention == "flash" else "flash"
+    wrong = stage_bytes(job_of(parallel, attention=other, shape=WIDE, seq_len=2048), 0)
+    assert wrong.total - wrong.workspace != pytest.approx(traced.total, rel=0.1)
 
 
 def changed(job: Job, **parallel: Any) -> Any:

@@ -15,10 +15,13 @@ from nxtrain.common.machines import MACHINES
 from nxtrain.config.check import Resolved
 from nxtrain.config.finetune_schema import FinetuneConfig
 from nxtrain.plan import memory
+from nxtrain.plan.command import Question, predict
 from nxtrain.plan.job import Attention, Job
+from nxtrain.plan.predict import Assumptions
 from nxtrain.tools.trace.fake_rank import LiveBytes, trace_job, trace_rank
 from tests.support.drawn import one_in
 from tests.support.models import plan
+from tests.support.published import CONFIGS
 from tests.unit.plan.test_command import SEVEN, answer
 
 DRAWN, ADAPTED, DOCUMENTS = 12, 10, 5
@@ -152,6 +155,22 @@ def test_a_trace_of_one_rank_of_a_large_world_is_beside_the_prediction() -> None
     assert total["predicted"] == result["bytes"]["total"] - result["bytes"]["workspace"]
     assert total["predicted"] == pytest.approx(total["traced"], rel=TOLERANCE)
     assert "trace" not in answer(SEVEN)
+
+
+RECIPES = {
+    "qwen3_30b_a3b_cuda": ("model.config.num_hidden_layers=2", "model.config.vocab_size=4096", "train.global_batch=16"),
+    "qwen3_30b_a3b_trn2": ("model.config.num_hidden_layers=1", "train.global_batch=32"),
+    "llama3_8b_128k": ("model.config.num_hidden_layers=1", "train.global_batch=2"),
+    "llama3_70b_32k_trn2": ("model.config.num_hidden_layers=2", "train.global_batch=1"),
+}
+"""Recipes with experts that ranks divide, and with context parallelism, in some of their layers."""
+
+
+@pytest.mark.parametrize("recipe", one_in(2, RECIPES))
+def test_a_rank_of_a_recipe_takes_the_planned_memory(recipe: str) -> None:
+    result, _ = predict(CONFIGS / f"{recipe}.toml", RECIPES[recipe], Question(), Assumptions())
+    predicted, traced = trace_job(result.job, result.stage).beside(result.bytes)["total"]
+    assert predicted == pytest.approx(traced, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(
