@@ -14,7 +14,7 @@ from nxtrain.plan.goodput import Failures
 from nxtrain.plan.job import SIZES, Job
 from nxtrain.plan.memory import Bytes, checkpoint_bytes, ema_size, host_bytes, master_size, rank_bytes
 from nxtrain.plan.moments import accumulated_size, in_flight
-from nxtrain.plan.ramps import RampPart, ramp_parts
+from nxtrain.plan.ramps import RampPart, ramp_parts, tokens_within
 from nxtrain.plan.speed import StepTime, step_time
 from nxtrain.plan.work import model_flops_per_token, trained_params
 
@@ -126,7 +126,7 @@ class Prediction:
         if self.assumed.unknown_length:
             return None
         if self.assumed.device_hours:
-            return self.assumed.device_hours * HOUR_S / self.job.world * self.tokens_per_s
+            return tokens_within(self.job, self.assumed.device_hours * HOUR_S / self.job.world, self.tokens_per_s)
         train = self.job.config.train
         return self.assumed.tokens or float(train.batch_sizes().before(train.steps) * train.seq_len)
 
@@ -141,8 +141,8 @@ class Prediction:
 
     @cached_property
     def ramp(self) -> tuple[RampPart, ...]:
-        """Parts of a run with ramps; none without, or where the length is unknown or follows from hours."""
-        if self.tokens is None or self.assumed.device_hours:
+        """Parts of a run with ramps; none without, or where the length is unknown."""
+        if self.tokens is None:
             return ()
         return ramp_parts(self.job, self._num_steps(self.tokens))
 

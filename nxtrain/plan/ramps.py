@@ -11,6 +11,9 @@ from nxtrain.plan.job import Job
 from nxtrain.plan.speed import StepTime, step_time
 from nxtrain.plan.work import model_flops_per_token
 
+FOREVER = 1 << 50
+"""Updates beyond the end of every ramp and of every run."""
+
 
 @dataclass(frozen=True)
 class RampPart:
@@ -66,3 +69,19 @@ def ramp_parts(job: Job, steps: int) -> tuple[RampPart, ...]:
         of_span = replace(job, config=config, shorter_len=span.seq_len)
         parts.append(RampPart(of_span, span.steps, step_time(of_span)))
     return tuple(parts)
+
+
+def tokens_within(job: Job, limit_s: float, tokens_per_s: float) -> float:
+    """Tokens of a run that ends after a time, at the speed of each part of its ramps.
+
+    Args:
+        job: The run.
+        limit_s: Seconds that the run may take.
+        tokens_per_s: Speed without a ramp, and after it.
+    """
+    tokens, left_s = 0.0, limit_s
+    for part in ramp_parts(job, FOREVER):
+        part_s = min(part.seconds, left_s)
+        tokens += part_s / part.time.step_s * part.job.tokens_per_step
+        left_s -= part_s
+    return tokens + left_s * tokens_per_s

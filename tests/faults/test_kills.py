@@ -24,6 +24,8 @@ from tests.support.recovery import (
 from tests.support.runs import course
 
 WAITS, WRITES_ON = "checkpoint.async=false", "checkpoint.async=true"
+RAMP = "train.batch_ramp=[{global_batch = 2, samples = 18}]"
+"""Nine steps of half the batch."""
 SLOWLY = "sleep@*:1:fwd:0.1"
 """So that every checkpoint is written before the next is due."""
 
@@ -42,7 +44,8 @@ def test_in_a_step(started_by: ForkServerContext, tmp_path: Path, golden: Golden
 
 
 def test_in_a_step_of_cut_state_in_bf16_rounded_at_random(started_by: ForkServerContext, tmp_path: Path) -> None:
-    overrides = ("parallel.shard=zero1", "precision.params=bf16", "precision.update=bf16_stochastic")
+    """Kills in the first and in the second part of a ramp of the batch."""
+    overrides = ("parallel.shard=zero1", "precision.params=bf16", "precision.update=bf16_stochastic", RAMP)
     runs = []
     for name, faults in (("golden", []), ("killed", ["kill@1:8:opt", "kill@0:11:ckpt_write:4096"])):
         configure(tmp_path / name)

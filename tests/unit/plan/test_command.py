@@ -229,6 +229,9 @@ def test_a_batch_ramp_has_fewer_tokens_and_its_own_days() -> None:
     assert 0.9 * plain["days"] < ramped["days"] < plain["days"]  # the update of a small batch costs as much
     parts = [(part["steps"], part["global_batch"]) for part in ramped["run"]["ramp"]]
     assert parts == [(200, batch // 2), (800, batch)] and plain["run"]["ramp"] == []
+    in_time = answer(SEVENTY, "train.steps=1000", ramp, "--device-hours", f"{ramped['run']['device_hours']}")
+    assert in_time["run"]["tokens"] == pytest.approx(ramped["run"]["tokens"], rel=2e-3)  # a step begun counts
+    assert in_time["days"] == pytest.approx(ramped["days"], rel=2e-3)
     shown = CliRunner().invoke(app, ["plan", SEVENTY, "train.steps=1000", ramp]).output
     assert "ramp, part 1" in shown and f"{batch // 2:,} rows: " in shown and "ramp, part 3" not in shown
 
