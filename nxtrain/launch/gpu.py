@@ -17,10 +17,10 @@ ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 RECORDING = Variable(
-    "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_FR_BUFFER_SIZE",
     "2000",
     "torch records the newest collectives of each rank, of which the report of a hang names the late one",
-    "torch 2.9, torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp",
+    "torch 2.9, torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp, which warns of its older name",
 )
 QUIET_TRANSFERS = Variable(
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING",
