@@ -20,7 +20,7 @@ from nxtrain.plan.job import Attention, Job
 from nxtrain.plan.predict import Assumptions
 from nxtrain.tools.trace.fake_rank import LiveBytes, trace_job, trace_rank
 from tests.support.drawn import one_in
-from tests.support.models import plan
+from tests.support.models import changed, plan
 from tests.support.published import CONFIGS
 from tests.unit.plan.test_command import SEVEN, answer
 
@@ -189,9 +189,9 @@ def test_what_cannot_be_traced_is_refused(argv: tuple[str, ...], words: str) -> 
 def test_offloaded_parameters_cannot_be_told_from_others() -> None:
     _, job, _, _ = draw(0)
     parallel = job.config.parallel.model_copy(update={"offload": ("params", "optimizer")})
-    changed = Job(job.dimensions, job.machine, 1, job.config.model_copy(update={"parallel": parallel}))
+    offloaded = Job(job.dimensions, job.machine, 1, job.config.model_copy(update={"parallel": parallel}))
     with pytest.raises(ConfigError, match="host and device alike"):
-        trace_job(changed, 0)
+        trace_job(offloaded, 0)
 
 
 def test_live_bytes_follow_views_frees_and_resized_storages() -> None:
@@ -218,7 +218,8 @@ def test_live_bytes_follow_views_frees_and_resized_storages() -> None:
 
 
 def test_every_attention_has_a_traced_form() -> None:
-    resolved, job, _, _ = draw(3)
+    drawn, job, _, _ = draw(3)
+    resolved = changed(drawn, train={"remat": "none"})  # which keeps what the attention saves
     sizes = {kind: trace_rank(resolved, job.world, 0, RANKS_PER_NODE, kind).step for kind in get_args(Attention)}
     assert sizes["scores"] > sizes["probabilities"] > sizes["fused"] >= sizes["grouped"]
     assert sizes["scores"] > sizes["blocked"] > sizes["grouped"]
