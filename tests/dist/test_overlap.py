@@ -1,7 +1,8 @@
-"""Sums of gradients that are under way, or done, while a rank still computes its backward pass, also in its profile."""
+"""Sums of gradients and blocks of the ring that are under way while a rank computes, also in its profile."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -11,10 +12,14 @@ from typing import Any, cast
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from nxtrain.backends.cpu import CpuBackend
+from nxtrain.common.distributed.c10d_collectives import C10dCollectives
+from nxtrain.common.distributed.collectives import Done
+from nxtrain.common.mesh import Axis
 from nxtrain.common.run_folder import LOGS_DIR
 from nxtrain.config.check import Resolved
 from nxtrain.parallel.data_parallel import Bucketed, Reduction, Replicated
@@ -25,7 +30,7 @@ from nxtrain.train.device_batch import DeviceBatch
 from nxtrain.train.step import TrainState, train_step
 from nxtrain.train.step_profiler import StepProfiler
 from tests.support.models import weights_of
-from tests.support.overlap import read_profiles
+from tests.support.overlap import PRODUCT, read_profiles
 from tests.support.parity import batches, layout, local_batch, start
 from tests.support.processes import patient_s
 from tests.support.ranks import RankPool
@@ -112,6 +117,27 @@ def profiled(backend: CpuBackend, run: Path, awaited: bool) -> None:
             profiler.finish(step)
 
 
+def products_beside_blocks(
+    backend: CpuBackend, resolved: Resolved, weights: Mapping[str, Tensor], awaited: bool
+) -> list[int]:
+    """Products that this rank begins while each block of keys and values, or of their gradients, is under way."""
+    backend.choose_transport("gloo")
+    state = start(backend, resolved, weights)
+    shift = C10dCollectives.start_shift
+
+    def waiting(self: C10dCollectives, x: Tensor, axis: Axis) -> Done[Tensor]:
+        return Done(shift(self, x, axis).wait())
+
+    shifts = mock.patch.object(C10dCollectives, "start_shift", waiting) if awaited else nullcontext()
+    with shifts, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+        backward(state, resolved)
+    events = recorded.events()
+    assert events is not None
+    begins = [event.time_range.start for event in events if re.search(PRODUCT, event.name)]
+    blocks = [event.time_range for event in events if event.name == "gloo:recv"]
+    return [sum(block.start < begin < block.end for begin in begins) for block in blocks]
+
+
 @pytest.fixture(scope="module")
 def job() -> tuple[Resolved, dict[str, Tensor]]:
     resolved = layout("gqa2", tp=1, dp=2, micro=2)
@@ -146,3 +172,13 @@ def test_a_profile_shows_the_sums_beside_the_products_of_the_backward_pass(
         assert len(profile.sums) > 4
         assert profile.products_beside == 0 if awaited else profile.products_beside > 0
         assert profile.overlap < 0.01 if awaited else profile.overlap > 0.01
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_a_profile_shows_the_products_beside_the_blocks_of_the_ring(ranks: RankPool, awaited: bool) -> None:
+    """Of a layer's four transfers, only the last one, of the gradients that go home, has no product beside it."""
+    resolved = layout("gqa2", tp=1, cp=2, micro=4, seq_len=64, cp_method="ring")
+    num_layers = resolved.model.num_hidden_layers
+    for counts in ranks.run(2, products_beside_blocks, resolved, weights_of(resolved), awaited):
+        assert len(counts) == 4 * num_layers
+        assert sum(count > 0 for count in counts) == (0 if awaited else 3 * num_layers)

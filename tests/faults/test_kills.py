@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -43,9 +44,13 @@ def test_in_a_step(started_by: ForkServerContext, tmp_path: Path, golden: Golden
         assert killed.reached in {7, 8}  # reducing is done when the other is killed
 
 
-def test_in_a_step_of_cut_state_in_bf16_rounded_at_random(started_by: ForkServerContext, tmp_path: Path) -> None:
-    """Kills in the first and in the second part of a ramp of the batch."""
-    overrides = ("parallel.shard=zero1", "precision.params=bf16", "precision.update=bf16_stochastic", RAMP)
+CUT = ("parallel.shard=zero1", "precision.params=bf16", "precision.update=bf16_stochastic", RAMP)
+EXPERTS = ("model.family=mixtral", "model.config.num_local_experts=4", "model.config.num_experts_per_tok=2")
+
+
+@pytest.mark.parametrize("overrides", [CUT, (*EXPERTS, "parallel.ep=2")], ids=["cut", "experts"])
+def test_in_a_step_of_cut_state(started_by: ForkServerContext, tmp_path: Path, overrides: Sequence[str]) -> None:
+    """State in bf16, rounded at random, killed in both parts of a ramp of the batch; and divided experts."""
     runs = []
     for name, faults in (("golden", []), ("killed", ["kill@1:8:opt", "kill@0:11:ckpt_write:4096"])):
         configure(tmp_path / name)
@@ -161,8 +166,8 @@ def test_fewer_ranks_and_then_as_many_as_before(started_by: ForkServerContext, t
 
 def test_experts_divided_otherwise_at_each_start(started_by: ForkServerContext, tmp_path: Path) -> None:
     """Four ranks with all experts, with two, with two whose state is sharded, and with one."""
-    shape = ("num_local_experts=4", "num_experts_per_tok=2", "intermediate_size=9", "router_aux_loss_coef=0.1")
-    overrides = ("model.family=mixtral", *(f"model.config.{line}" for line in shape), "parallel.dp=4", WAITS)
+    shape = ("model.config.intermediate_size=9", "model.config.router_aux_loss_coef=0.1")
+    overrides = (*EXPERTS, *shape, "parallel.dp=4", WAITS)
     configure(tmp_path / "golden")
     configure(tmp_path / "divided")
     whole = supervise(started_by, tmp_path / "golden", overrides=overrides, world=4)
