@@ -1,7 +1,8 @@
 # Sourced by test.sh. The order of the lanes on the cores of this machine.
 #
-# Lanes come one after the other, and each keeps the cores busy: `unit`, `dist` and `cuda-sim` with a test per core,
-# `train` with one more, since its tests wait for processes, and `faults` with two, since its tests also wait for limits.
+# Lanes come one after the other, and each keeps the cores busy: `dist` with a test per core, `unit`, `train` and
+# `cuda-sim` with one more, since some tests wait for processes, and `faults` with two, since its tests also wait for
+# limits.
 # `xla` computes on one core, so it runs behind `dist` and what follows. Lanes that begin meanwhile take one test less,
 # but never less than two. `lint` is mostly mypy, on one core, and runs behind the first lanes. Tests marked `alone` come
 # last, with nothing beside.
@@ -64,9 +65,9 @@ run_lane() {
         lint) lint ;;
         nxd) nxd_run "$nxd_src" "$@" ;;
         xla) OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest "${tests[@]}" "$@" ;;
-        unit) at_once "$at_once" "${tests[@]}" --alone=without ${quick[@]+"${quick[@]}"} "$@" ;;
+        unit) at_once $((at_once + 1)) "${tests[@]}" --alone=without ${quick[@]+"${quick[@]}"} "$@" ;;
         dist) at_once "$at_once" "${tests[@]}" --alone=without "$@" ;;
-        cuda-sim) at_once "$at_once" "${tests[@]}" "$@" ;;
+        cuda-sim) at_once $((at_once + 1)) "${tests[@]}" "$@" ;;
         smokes) at_once "$at_once" "${smokes[@]}" "$@" ;;
         train) at_once $((at_once + 1)) "${tests[@]}" --alone=without "$@" ;;
         faults) at_once $((at_once + 2)) "${tests[@]}" --alone=without "$@" ;;

@@ -47,7 +47,7 @@ def test_a_drawn_run_of_any_layout_equals_transformers(ranks: RankPool, index: i
 CONTEXT = covering_array(SEED, 48, cp=True)
 
 
-@pytest.mark.parametrize("index", one_in(3, range(len(CONTEXT))), ids=lambda index: f"{index}-{CONTEXT[index]}")
+@pytest.mark.parametrize("index", one_in(4, range(len(CONTEXT))), ids=lambda index: f"{index}-{CONTEXT[index]}")
 def test_a_drawn_run_with_context_parallelism_equals_transformers(ranks: RankPool, index: int) -> None:
     run = draw("cp", SEED, index, CONTEXT[index])
     courses = ranks.run(run.degrees.world, ours, run, first_weights(run))

@@ -222,7 +222,7 @@ def train(backend: Backend, resolved: Resolved, weights: dict[str, Tensor]) -> C
 SOFT = [draw_layout(index) for index in range(20)]
 
 
-@pytest.mark.parametrize("how", one_in(4, SOFT), ids=lambda how: "-".join(f"{k}{v}" for k, v in how.items()))
+@pytest.mark.parametrize("how", one_in(6, SOFT), ids=lambda how: "-".join(f"{k}{v}" for k, v in how.items()))
 def test_experts_of_any_layout_equal_plain_experts(ranks: RankPool, how: dict[str, Any]) -> None:
     resolved = resolve(how)
     weights = expert_weights(resolved)
@@ -234,7 +234,7 @@ def test_experts_of_any_layout_equal_plain_experts(ranks: RankPool, how: dict[st
 LAYOUTS = covering_array(SEED, 48, ep=True)
 
 
-@pytest.mark.parametrize("index", one_in(6, range(len(LAYOUTS))), ids=lambda index: f"{index}-{LAYOUTS[index]}")
+@pytest.mark.parametrize("index", one_in(8, range(len(LAYOUTS))), ids=lambda index: f"{index}-{LAYOUTS[index]}")
 def test_a_drawn_run_with_divided_experts_equals_transformers(ranks: RankPool, index: int) -> None:
     run = draw("ep-mixtures", SEED, index, LAYOUTS[index])
     courses = ranks.run(run.degrees.world, ours, run, first_weights(run))

@@ -38,7 +38,7 @@ from tests.support.ranks import RankPool
 LAYOUTS = [*covering_array(SEED + 1, 64), *covering_array(SEED + 1, 48, cp=True)]
 
 
-@pytest.mark.parametrize("index", one_in(6, range(len(LAYOUTS))), ids=lambda index: f"{index}-{LAYOUTS[index]}")
+@pytest.mark.parametrize("index", one_in(8, range(len(LAYOUTS))), ids=lambda index: f"{index}-{LAYOUTS[index]}")
 def test_a_drawn_run_with_experts_equals_transformers(ranks: RankPool, index: int) -> None:
     run = draw("mixtures", SEED, index, LAYOUTS[index])
     courses = ranks.run(run.degrees.world, ours, run, first_weights(run))

@@ -241,7 +241,7 @@ def test_drawn_runs_are_those_of_torchs_optimizers(ranks: RankPool, index: int) 
     check_drawn(courses, wanted(case), case)
 
 
-@pytest.mark.parametrize("index", one_in(4, range(EXPERT_DRAWS)))
+@pytest.mark.parametrize("index", one_in(6, range(EXPERT_DRAWS)))
 def test_drawn_runs_with_experts_are_those_of_torchs_optimizers(ranks: RankPool, index: int) -> None:
     """Each expert has a matrix of its own for gate, values and output."""
     degrees = covering_array(SEED + 3, EXPERT_DRAWS, ep=True)[index]

@@ -72,7 +72,7 @@ LAYOUTS = [
 ]
 
 
-SLOW = {1, 3, 5, 7, 12, 19}
+SLOW = {1, 3, 5, 7, 9, 11, 12, 15, 16, 19, 20}
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from nxtrain.tools.eval.scorer import Scorer
 from nxtrain.tools.eval.task import Metrics
 from nxtrain.tools.eval.trained import Trained
 from tests.support.commands import output_of
+from tests.support.drawn import one_in
 from tests.support.models import LENGTH, TEXT
 from tests.support.ranks import RankPool
 from tests.train.conftest import write_tasks
@@ -92,7 +93,7 @@ def alone(hf: Path, tasks: Path) -> dict[str, Metrics]:
     return result
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", one_in(2, [1, 2]))
 def test_ranks_of_torchrun_give_the_results_of_one_process(
     hf: Path, tasks: Path, alone: dict[str, Metrics], tmp_path: Path, tp: int
 ) -> None:

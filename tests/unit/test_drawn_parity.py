@@ -27,7 +27,7 @@ def backend() -> Iterator[Backend]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("batch", one_in(2, range(BATCHES)))
+@pytest.mark.parametrize("batch", one_in(4, range(BATCHES)))
 def test_drawn_runs_equal_transformers_in_float32(backend: Backend, batch: int) -> None:
     runs = [draw("process", SEED, index) for index in range(batch * EACH, (batch + 1) * EACH)]
     errors = []

@@ -266,10 +266,11 @@ class XlaBackend(Backend):
         return x.to(self.device)
 
     def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
-        # After the boundary the values are device buffers: reading them moves bytes and builds no graph.
+        # After the boundary the values are device buffers: reading them moves bytes and builds no graph. Any operation
+        # on the device would, also `detach`.
         self.step_boundary()
-        flat = [value.detach().cpu().float().reshape(-1) for value in values.values()]
-        return dict(zip(fetched_names(values), torch.cat(flat).tolist(), strict=True))
+        read = [value.cpu().float().reshape(-1) for value in values.values()]
+        return dict(zip(fetched_names(values), torch.cat(read).tolist(), strict=True))
 
     def scalars(self, *values: float) -> tuple[Tensor, ...]:
         # A 0-d host tensor is folded by value: 0 and 1 become constants, equal values one parameter, and each such
