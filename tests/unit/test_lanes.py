@@ -110,9 +110,9 @@ def test_lanes_keep_two_cores_busy_and_what_is_measured_comes_last(house: Path) 
     behind = "1 tests/xla -k mesh"
     together = "1 -n {} --dist loadfile --no-loadscope-reorder tests/{} --alone=without -k mesh"
     # Train has one less than without xla, which has ended before faults begin.
-    workers = {"unit": 2, "dist": 2, "train": 2, "faults": 4}
+    workers = {"unit": 3, "dist": 2, "train": 2, "faults": 4}
     expected = ["tests/device -k mesh", *(together.format(number, lane) for lane, number in workers.items())]
-    expected.append("1 -n 2 --dist loadfile --no-loadscope-reorder tests/cuda_sim -k mesh")
+    expected.append("1 -n 3 --dist loadfile --no-loadscope-reorder tests/cuda_sim -k mesh")
     expected += [f"tests/{lane} --alone=only -k mesh" for lane in workers]
     assert [call for call in actual if call != behind] == expected
     assert 2 <= actual.index(behind) < actual.index(expected[-4])
@@ -187,7 +187,7 @@ def test_an_interrupt_ends_everything(house: Path) -> None:
 def test_quick_is_lint_unit_and_smokes_that_exist(house: Path) -> None:
     assert verdicts(run(house, "quick")) == dict.fromkeys(("lint", "unit", "smokes"), "passed")
     unit, smokes, measured = calls(house)
-    assert unit == "1 -n 2 --dist loadfile --no-loadscope-reorder tests/unit --alone=without --quick"
+    assert unit == "1 -n 3 --dist loadfile --no-loadscope-reorder tests/unit --alone=without --quick"
     assert measured == "tests/unit --alone=only --quick"
     result = re.findall(r"(tests/\w+/\w+\.py)::(\w+)\[", smokes)
     assert {Path(file).parts[1] for file, _ in result} == {"dist", "xla", "train", "faults"}
@@ -202,7 +202,7 @@ def test_without_a_lane_units_are_whole_and_other_lanes_run_their_covering_set(h
     called = calls(house)
     options = "--dist loadfile --no-loadscope-reorder"
     chosen = "tests/dist/test_a.py tests/dist/test_b.py::test_few[1 of 2]"
-    assert f"1 -n 2 {options} tests/unit --alone=without" in called
+    assert f"1 -n 3 {options} tests/unit --alone=without" in called
     assert f"1 -n 2 {options} {chosen} --alone=without" in called
     assert f"{chosen} --alone=only" in called
     assert "1 tests/xla/test_a.py" in called
