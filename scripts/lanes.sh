@@ -4,8 +4,8 @@
 # `cuda-sim` with one more, since some tests wait for processes, and `faults` with two, since its tests also wait for
 # limits.
 # `xla` computes on one core, so it runs behind `dist` and what follows. Lanes that begin meanwhile take one test less,
-# but never less than two. `lint` is mostly mypy, on one core, and runs behind the first lanes. Tests marked `alone` come
-# last, with nothing beside.
+# but never less than two. `faults` mostly waits, and runs behind `train` and what follows. `lint` is mostly mypy, on one
+# core, and runs behind the first lanes. Tests marked `alone` come last, with nothing beside.
 
 cores=$(getconf _NPROCESSORS_ONLN)
 at_once=$((cores < 4 ? cores : 4))  # a test of a lane may start eight processes, each of half a gigabyte
@@ -83,6 +83,7 @@ run_alone() {
 }
 
 code_of() { local of="code_${1//-/_}" && echo "${!of:-5}"; }
+is_judged() { local of="code_${1//-/_}" && [ -n "${!of:-}" ]; }
 took() { local of="took_${1//-/_}" && echo "${!of:-0}"; }
 
 # Take a part of a lane into its verdict: lane, seconds, exit code. 5 is pytest's for an empty selection, such as -k of
@@ -183,7 +184,8 @@ run_lanes() {
     for lane in "${lanes[@]}"; do
         if [ "$lane" = lint ] && [ ${#lanes[@]} -gt 1 ]; then start_behind lint; fi
         if [ "$lane" = dist ] && has_lane xla; then start_behind xla "$@"; fi
-        if is_behind "$lane"; then continue; fi
+        if [ "$lane" = train ] && has_lane faults; then start_behind faults "$@"; fi
+        if is_behind "$lane" || is_judged "$lane"; then continue; fi
         say "=== $lane"
         timed "$lane" run_lane "$@"
         finish_behind ended
