@@ -28,10 +28,15 @@ def backend() -> Iterator[Backend]:
 
 
 @pytest.fixture(scope="module")
-def two_gpus() -> Iterator[RankPool]:
-    """Two ranks over NCCL, each with a GPU of its own."""
+def has_two_gpus() -> None:
+    """Skip on a machine with one GPU: NCCL refuses two ranks that share a GPU."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs two GPUs; this machine shows {torch.cuda.device_count()}")
+
+
+@pytest.fixture(scope="module")
+def two_gpus(has_two_gpus: None) -> Iterator[RankPool]:
+    """Two ranks over NCCL, each with a GPU of its own."""
     pool = RankPool("cuda")
     yield pool
     pool.close()

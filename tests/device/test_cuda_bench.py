@@ -58,20 +58,14 @@ def test_updates_are_measured_by_the_device() -> None:
     assert all(rule["ns_per_param"] > 0 for rule in result["rules"].values())
 
 
-@pytest.fixture
-def _two_gpus() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs two GPUs; this machine shows {torch.cuda.device_count()}")
-
-
-@pytest.mark.usefixtures("_two_gpus")
+@pytest.mark.usefixtures("has_two_gpus")
 def test_collectives_between_two_gpus_are_measured_by_the_device() -> None:
     result = command("collectives", "--sizes-kib", "4,16384")
     assert result["clock"] == "device"
     assert {*result["latency_s"]} == {*OPERATIONS}
 
 
-@pytest.mark.usefixtures("_two_gpus")
+@pytest.mark.usefixtures("has_two_gpus")
 def test_a_pipeline_of_two_gpus_has_the_bubble_of_its_formula() -> None:
     result = command("pipeline", "--pp", "2", "--micro", "4", "--forward-ms", "40")
     assert result["measured"]["bubble"] == pytest.approx(1 / 5, rel=0.1)

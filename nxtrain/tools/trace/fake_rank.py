@@ -79,7 +79,10 @@ TILE_ENTRIES = 1 << 20  # entries that an update takes at a time; those of devic
 class _Flash(FlashKernel):
     """Memory of FlashAttention 2: sums of the queries' gradients in float32, and K/V gradients for each query head.
 
-    Source: `mha_bwd` of aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp in torch 2.9.
+    The sums have sizes that multiples of 128 tokens and of 32 entries of a head round up. A deterministic kernel has
+    several sums. Neither is counted.
+
+    Source: `mha_bwd` of aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, torch at 03b7c19.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
