@@ -122,7 +122,7 @@ class Code:
 
 
 class PartTime(NamedTuple):
-    """Seconds of a part for a micro-batch: of each pass, and of both the transfers that show."""
+    """Seconds of a part of the model for one micro-batch: each pass, and the transfers that no computation hides."""
 
     forward_s: float
     backward_s: float

@@ -229,7 +229,7 @@ def _misfits(torch_neuronx: Package) -> Iterator[str]:
 
 
 def misfits_of_torch(torch_neuronx: str) -> Iterator[str]:
-    """Message that the installed torch does not fit a version of torch-neuronx, if so."""
+    """Problem of a version of torch-neuronx with the installed torch; nothing if they fit."""
     torch = installed("torch")
     wanted = ".".join(torch_neuronx.split(".")[:2])
     if torch is None or not torch.version.startswith(f"{wanted}."):

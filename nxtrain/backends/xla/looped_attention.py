@@ -96,7 +96,7 @@ class LoopedBlocks(Blocks):
 
 
 def _loops(num_queries: int, num_keys: int, rows: int, ranges: KeyRanges) -> Iterator[_Loop]:
-    """Iterate over loops of blocks, and a last block of fewer queries."""
+    """Divide the queries into loops over equal blocks, and a last block of the queries that are left."""
     whole_rounds, rest = divmod(num_queries, rows)
     if ranges.known != ((range(num_queries),), (range(num_keys),)):  # not a whole row, or ranks share the graph
         yield _Loop(0, rows, whole_rounds, Offset(0, 0), num_keys)

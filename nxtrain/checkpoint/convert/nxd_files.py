@@ -48,7 +48,7 @@ def find_tag(path: Path) -> Path:
     """Find the checkpoint of a path: the path itself, or the newest finished checkpoint of the folder."""
     if (path / MODEL_DIR).is_dir():
         if (path / BEGUN).exists() and not (path / DONE).exists():  # converters write neither
-            raise CheckpointError(f"{path} is incomplete: NeuronX Distributed did not come to write {DONE}")
+            raise CheckpointError(f"{path} is incomplete: the save of NeuronX Distributed ended before it wrote {DONE}")
         return path
     done = sorted(path.glob(f"*/{DONE}"), key=lambda file: file.stat().st_mtime)
     tags = [file.parent for file in done if (file.parent / MODEL_DIR).is_dir()]

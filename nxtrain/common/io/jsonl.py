@@ -65,7 +65,9 @@ def is_begun(tail: bytes) -> bool:
 
 
 def keep_up_to(file: Path, key: str, last: int) -> None:
-    """Remove all but the whole lines whose integers under a key, such as `step`, rise up to `last`.
+    """Keep the lines of a file up to the record `last`, and remove the rest.
+
+    A kept line is whole, and its integer under the key, such as `step`, is above that of the line before.
 
     Lines at the end are truncated in place, which needs no disk space. Otherwise the file is replaced atomically, so
     that a crash loses no line.

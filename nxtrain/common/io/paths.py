@@ -61,7 +61,7 @@ def at_home(path: str) -> str:
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         user = expanded.partition("/")[0]
-        raise ValueError(f"{user} is the home folder of nobody on this machine; write ./{path} for a file of that name")
+        raise ValueError(f"no user of this machine is called {user[1:]}; write ./{path} for a file of that name")
     return expanded
 
 

@@ -46,7 +46,7 @@ class AnswerWriter:
             yield (prompt + answer).encode(), len(prompt.encode())
 
     def labelled(self, values: Sequence[object]) -> Iterator[tuple[bytes, int]]:
-        """Document of an answer, with the bytes of its prompt.
+        """Text of a prompt and its answer, with the number of bytes of the prompt.
 
         Args:
             values: Prompt, answer, and True if the answer is desirable.

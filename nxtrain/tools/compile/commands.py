@@ -209,7 +209,7 @@ def _explained(cache: CacheLocation) -> Iterator[None]:
         yield
     except OSError as error:
         raise BackendError(
-            f"{cache}: {error.strerror}: {error.filename}; what was under way is left out, nothing is torn"
+            f"{cache}: {error.strerror}: {error.filename}; entries that were not finished are left out, and no entry is damaged"
         ) from error
 
 

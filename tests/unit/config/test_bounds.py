@@ -147,7 +147,7 @@ def test_the_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path.write_text(f"{key} = '~'")
     assert str(getattr(getattr(load(path).config, section), name)) == str(tmp_path)
     said = refused(tmp_path, f"{key}=~nobody-of-this-name/x")
-    assert "the home folder of nobody on this machine; write ./~nobody-of-this-name/x" in said
+    assert "no user of this machine is called nobody-of-this-name; write ./~nobody-of-this-name/x" in said
     assert not (Path.cwd() / "~").exists()
 
 

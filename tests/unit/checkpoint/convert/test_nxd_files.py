@@ -290,7 +290,7 @@ def damage(tag: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("unfinished", "is incomplete: NeuronX Distributed did not come to write done"),
+        ("unfinished", "is incomplete: the save of NeuronX Distributed ended before it wrote done"),
         ("lost", "lacks 1 of 8 files, such as dp_rank_00_tp_rank_05_pp_rank_00.pt"),
         ("torn", "cannot read .*dp_rank_00_tp_rank_00_pp_rank_00.pt: "),
         ("experts", "is no rank's file of a Llama; experts are not supported"),
