@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -77,6 +78,8 @@ class CpuKernels(FusedKernels):
         exp_avg_sqs: Sequence[Tensor],
         how: AdamStep,
     ) -> None:
+        if isinstance(how.weight_decay, Tensor):
+            how = replace(how, weight_decay=how.weight_decay.item())
         for entry in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
             self._update(entry, how)
 

@@ -17,7 +17,7 @@ from nxtrain.backends.limits import LONGEST_SCORES
 from nxtrain.backends.ranged_attention import Blocks, RangedAttention, SinkAttention, whole_rows
 from nxtrain.backends.rounding import round_by_pairs, round_one_by_one
 from nxtrain.backends.torch_attention import sdpa
-from nxtrain.common.kernels import AdamStep, Float8Matrix, Kernels, KeyRanges, RoundingKey, RowGroups, Rows
+from nxtrain.common.kernels import AdamStep, Float8Matrix, Kernels, KeyRanges, MeanDecay, RoundingKey, RowGroups, Rows
 from nxtrain.common.vocab import VocabColumns
 
 
@@ -126,14 +126,14 @@ class PlainKernels(Kernels):
         exp_avg_sqs: Sequence[Tensor],
         how: AdamStep,
     ) -> None:
-        beta1, beta2 = how.betas
-        correction1, correction2 = bias_correction(beta1, how.step), bias_correction(beta2, how.step).sqrt()
+        first, second = how.means or constant_means(how.betas, how.step)
+        correction2 = second.correction.sqrt()
         for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
             scaled = grad * how.grad_scale
             # Not in place: torch-xla checks the shapes of such operations in Python, at thrice the cost to the host.
-            mean = exp_avg * beta1 + scaled * (1.0 - beta1)
-            mean_sq = exp_avg_sq * beta2 + scaled * scaled * (1.0 - beta2)
-            update = (mean / correction1) / (mean_sq.sqrt() / correction2 + how.eps)
+            mean = exp_avg * first.keep + scaled * first.add
+            mean_sq = exp_avg_sq * second.keep + scaled * scaled * second.add
+            update = (mean / first.correction) / (mean_sq.sqrt() / correction2 + how.eps)
             updated = param * (1.0 - how.lr * how.weight_decay) - how.lr * update
             for x, new in ((exp_avg, mean), (exp_avg_sq, mean_sq), (param, updated)):
                 x.copy_(new if how.skip is None else torch.where(how.skip, x, new))
@@ -162,6 +162,16 @@ class FusedKernels(PlainKernels):
         exp_avg_sqs: Sequence[Tensor],
         how: AdamStep,
     ) -> None:
+        if how.means is not None:  # torch's kernel has one beta for the bias corrections of all updates
+            super().adamw(params, grads, exp_avgs, exp_avg_sqs, how)
+            return
+        weight_decay = how.weight_decay
+        if isinstance(weight_decay, Tensor):  # a number of the host would have to be read
+            shrink = 1.0 - how.lr * weight_decay
+            if how.skip is not None:
+                shrink = torch.where(how.skip, 1.0, shrink)
+            torch._foreach_mul_(list(params), shrink)
+            weight_decay = 0.0
         torch._fused_adamw_(
             list(params),
             list(grads),
@@ -172,7 +182,7 @@ class FusedKernels(PlainKernels):
             lr=how.lr,
             beta1=how.betas[0],
             beta2=how.betas[1],
-            weight_decay=how.weight_decay,
+            weight_decay=weight_decay,
             eps=how.eps,
             amsgrad=False,
             maximize=False,
@@ -212,6 +222,13 @@ class SavingProduct(torch.autograd.Function):
         if x is not None:
             weight_grad = ctx.kernels.matmul(grad.flatten(0, -2).t(), x.flatten(0, -2))
         return x_grad, weight_grad, None
+
+
+def constant_means(betas: tuple[float, float], step: Tensor) -> tuple[MeanDecay, MeanDecay]:
+    """Weights of both running means under betas that are those of all updates; `step` as of `bias_correction`."""
+    beta1, beta2 = betas
+    first = MeanDecay(beta1, 1.0 - beta1, bias_correction(beta1, step))
+    return first, MeanDecay(beta2, 1.0 - beta2, bias_correction(beta2, step))
 
 
 def bias_correction(beta: float, step: Tensor) -> Tensor:

@@ -289,18 +289,26 @@ def show(
 
 
 def _show_schedule(config: RunConfig, *, as_json: bool) -> None:
-    """Print the learning rates of a run as a chart, or the rates of the chart's steps as JSON."""
-    from nxtrain.optim.schedule import Schedule
+    """Print the learning rates of a run, and what else changes, as charts, or the values of their steps as JSON."""
+    from nxtrain.optim.schedule import Schedule, decay_factor, rule_schedules
     from nxtrain.optim.schedule_chart import draw, sampled
 
     train, schedule = config.train, Schedule.of(config)
+    others = rule_schedules(config.optim)
     if as_json:
         at = sampled(train.steps)
-        write_document({"pieces": schedule.describe(), "steps": at, "lr": [schedule.at(step) for step in at]})
+        values = {"lr": list(map(schedule.at, at))}
+        for name, of_name in others.items():
+            values[name] = list(map(of_name.at, at))
+        write_document({"pieces": schedule.describe(), "steps": at, **values})
         return
     if train.epochs:
         typer.echo(f"train.epochs={train.epochs:g} counts no steps yet; drawn for {train.steps:,} steps")
     typer.echo(draw(schedule, train.steps))
+    for name, of_name in others.items():
+        typer.echo(f"\n{name}\n{draw(of_name, train.steps)}")
+    if config.optim.weight_decay_schedule != "constant":
+        typer.echo(f"\nweight decay of an update: {decay_factor(config.optim)}")
 
 
 @config.command(epilog="Example: nxtrain config keys | less")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +20,14 @@ Pieces = tuple[range, ...]
 """Ascending positions."""
 
 
+class MeanDecay(NamedTuple):
+    """Weights of a running mean in an update: of the mean before, of a new value, and their sum so far, () float32."""
+
+    keep: float | Tensor
+    add: float | Tensor
+    correction: Tensor
+
+
 @dataclass(frozen=True)
 class AdamStep:
     """Arguments of an AdamW update.
@@ -28,8 +36,10 @@ class AdamStep:
         lr: () float32, on the device, so that a new value needs no new graph.
         step: () float32, on the device, updates done including this one.
         grad_scale: () float32, on the device, multiplies every gradient.
-        betas, eps, weight_decay: As in Loshchilov and Hutter 2019 (arXiv:1711.05101), decay decoupled.
+        betas, eps, weight_decay: As in Loshchilov and Hutter 2019 (arXiv:1711.05101), decay decoupled. A weight decay
+            that changes is () float32, on the device.
         skip: () bool, on the device, keeps every tensor unchanged, bit for bit; None: never.
+        means: Weights of both running means, in place of `betas` that change; None: `betas` are those of all updates.
     """
 
     lr: Tensor
@@ -37,8 +47,9 @@ class AdamStep:
     grad_scale: Tensor
     betas: tuple[float, float]
     eps: float
-    weight_decay: float
+    weight_decay: float | Tensor
     skip: Tensor | None = None
+    means: tuple[MeanDecay, MeanDecay] | None = None
 
 
 @dataclass(frozen=True)

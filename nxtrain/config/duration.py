@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.config.bounds import MAX_INT
+from nxtrain.config.rule_schedules import rule_schedule_problems
 from nxtrain.config.schedule import schedule_problems
 from nxtrain.config.schema import RunConfig
 
 
 def duration(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Problem]:
-    """Problems of the number of steps and of the schedule.
+    """Problems of the number of steps and of the schedules.
 
     Args:
         config: The configuration.
@@ -23,6 +24,7 @@ def duration(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Problem]
     if config.train.epochs:
         steps = 0
     yield from schedule_problems(config.optim, steps)
+    yield from rule_schedule_problems(config.optim)
 
 
 def with_epochs_as_steps(config: RunConfig, num_rows: int) -> RunConfig:

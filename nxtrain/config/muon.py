@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import NonNegativeFloat
+from pydantic import Field, NonNegativeFloat
 
 from nxtrain.common.errors import Problem
+from nxtrain.config.rule_schedules import BetaPiece
 from nxtrain.config.section import Beta, PositiveInt, Section
 
 
@@ -24,6 +25,8 @@ class MuonConfig(Section):
     sqrt(max(rows, columns)), for which learning rates of AdamW fit."""
     muon_momentum: Beta = 0.95
     """Decay of Muon's running mean of the gradient."""
+    muon_momentum_pieces: tuple[BetaPiece, ...] = Field(default=(), strict=False)
+    """Tables of steps, to and shape, by which muon_momentum changes, such as a warmup from 0.85 to 0.95."""
     muon_nesterov: bool = True
     """Muon's update looks one step ahead of its running mean."""
     muon_steps: PositiveInt = 5

@@ -90,6 +90,9 @@ def precision(config: RunConfig) -> Iterator[Problem]:
     decays = {f"optim.betas[{index}]": beta for index, beta in enumerate(config.optim.betas)}
     if config.optim.name == "muon":
         decays["optim.muon_momentum"] = config.optim.muon_momentum
+    for name in ("beta1_pieces", "beta2_pieces", "muon_momentum_pieces"):
+        for index, piece in enumerate(getattr(config.optim, name)):
+            decays[f"optim.{name}[{index}].to"] = piece.to
     for key, beta in decays.items():
         if types.state == "bf16" and update != "bf16_stochastic" and beta > MAX_ROUNDED_BETA:
             reason = (

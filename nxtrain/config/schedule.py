@@ -54,6 +54,13 @@ class ScheduleConfig(Section):
     rewarm_steps: NonNegativeInt = 0
     """Steps after a resume from another run's checkpoint, or with this key new, over which the rate rises from 0."""
 
+    @property
+    def highest_lr(self) -> float:
+        """Highest learning rate of the run."""
+        if self.schedule == "pieces":
+            return max((piece.lr for piece in self.pieces), default=0.0)
+        return self.lr
+
     def num_warmup_steps(self, steps: int) -> int:
         """Length of the warmup in a run of so many steps."""
         return self.warmup_steps or round(self.warmup_ratio * steps)

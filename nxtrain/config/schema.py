@@ -23,7 +23,7 @@ from nxtrain.config.batch_ramp import Ramp, SeqRamp, batch_sizes
 from nxtrain.config.finetune_schema import FinetuneConfig
 from nxtrain.config.muon import MuonConfig
 from nxtrain.config.operation_schema import CompileConfig, MetricsConfig, RecoveryConfig
-from nxtrain.config.schedule import ScheduleConfig
+from nxtrain.config.rule_schedules import RuleSchedulesConfig
 from nxtrain.config.section import (
     Beta,
     CorpusPlace,
@@ -242,15 +242,15 @@ class PrecisionConfig(Section):
     """With params=fp16, steps without overflow after which the factor doubles."""
 
 
-class OptimConfig(MuonConfig, ScheduleConfig):
-    """[optim]: AdamW or Muon, the schedule and clipping."""
+class OptimConfig(MuonConfig, RuleSchedulesConfig):
+    """[optim]: AdamW or Muon, the schedules and clipping."""
 
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)
     """Decay of the running means of the gradient and of its square."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the squared gradient's mean."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay, times lr per step."""
+    """Decoupled weight decay, times lr per step; see weight_decay_schedule."""
     decay_norms: bool = False
     """Weight decay also applies to norm weights; it never applies to biases."""
     clip: NonNegativeFloat = 1.0

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.rounding import step_hash
-from nxtrain.backends.torch_kernels import bias_correction, row_tiles
+from nxtrain.backends.torch_kernels import constant_means, row_tiles
 from nxtrain.common.kernels import AdamStep, Kernels, RoundingKey, Rows
 from nxtrain.common.sharding import Layout
 from nxtrain.config.schema import OptimConfig
 from nxtrain.optim.host_copies import HostCopies
 from nxtrain.optim.rounding import rounding_keys
+from nxtrain.optim.rule_numbers import RuleNumbers
 from nxtrain.optim.update_rules import Compensated, Copied, Elsewhere, InPlace, Nearest, ParamStorage, Stochastic
 from nxtrain.parallel.precision import Precision
 
@@ -55,7 +56,8 @@ class AdamW:
         put: Copies a host tensor to the device.
         precision: The update rule and the types of the state.
         seed: Seed of the run, for stochastic rounding.
-        optim: betas, eps and weight_decay, as in Loshchilov and Hutter 2019 (arXiv:1711.05101), and ema_decay.
+        optim: betas, eps and weight_decay, as in Loshchilov and Hutter 2019 (arXiv:1711.05101), with the schedules of
+            `RuleNumbers`, and ema_decay.
         apart: Parameters lie on another device than the state, where the update runs.
         others: Parameters that a subclass updates by one running mean; None: there is no such subclass.
         host_copies: Copies of the parameters, next to a state in host memory; None: the update has both at hand.
@@ -83,7 +85,7 @@ class AdamW:
         self._precision = precision
         self._betas = optim.betas
         self._eps = optim.eps
-        self._weight_decay = optim.weight_decay
+        self._numbers = RuleNumbers(optim, put)
         # Made on the host: on a lazy device each tensor then has a buffer of its own, and the first step's graph is
         # that of all steps.
         self.num_updates = put(torch.zeros(2))
@@ -104,9 +106,9 @@ class AdamW:
             rounded = ("param", *means) if precision.state == torch.bfloat16 else ("param",)
             self._keys = {kind: rounding_keys(layout, shards, kind, seed, put) for kind in rounded}
         self._groups = []
-        for decays, weight_decay in ((True, optim.weight_decay), (False, 0.0)):
+        for decays in (True, False):
             shapes = {name: shard.shape for name, shard in own.items() if layout.table[name].decay == decays}
-            self._groups += [(self._tiles(call), weight_decay) for call in kernels.tiles(shapes)]
+            self._groups += [(self._tiles(call), decays) for call in kernels.tiles(shapes)]
         in_graph = not apart and not (self._keys and kernels.rounds_on_host)
         self._update = kernels.fuse(self._update_tiles, any_size=True) if in_graph else self._update_tiles
         self.reset()
@@ -154,7 +156,8 @@ class AdamW:
             skip = None
         step = self.num_updates[0]
         skip = None if skip is None else skip.to(step.device)
-        how = AdamStep(lr, step, grad_scale, self._betas, self._eps, self._weight_decay, skip)
+        decay, means = self._numbers.weight_decay(step, lr), self._numbers.means(step)
+        how = AdamStep(lr, step, grad_scale, self._betas, self._eps, decay, skip, means)
         if self._host_copies is None:
             self._step(grads, how)
         else:
@@ -182,8 +185,9 @@ class AdamW:
     def _step(self, grads: Mapping[str, Tensor], how: AdamStep) -> None:
         """Update every parameter by gradients on the device of the gradients."""
         noise = step_hash(how.step) if self._keys else how.step
-        for tiles, weight_decay in self._groups:
+        for tiles, decays in self._groups:
             parts = [tile.rows.of(grads[tile.rows.name]).to(how.step.device) for tile in tiles]
+            weight_decay = how.weight_decay if decays else 0.0
             self._update(tiles, parts, replace(how, weight_decay=weight_decay), noise)
 
     def _update_tiles(self, tiles: Sequence[_Tile], grads: Sequence[Tensor], how: AdamStep, noise: Tensor) -> None:
@@ -212,12 +216,13 @@ class AdamW:
         lr = lr.to(self.num_updates.device)
         for name, direction in self._directions():
             shard, rate = self._shards[name], self._rate_of(name, lr)
+            weight_decay = self._weight_decay_of(name, lr)
             marks = torch.zeros(shard.shape, device=shard.device)
             for rows in row_tiles({name: shard.shape}, MARKED_ENTRIES):
                 update = direction(rows)
                 param = rows.of(shard).to(update.device, self._precision.params)
                 if self._layout.table[name].decay:
-                    update.add_(param * self._weight_decay)
+                    update.add_(param * weight_decay)
                 update.mul_(rate)
                 unchanged = (param.float() - update).to(param.dtype) == param
                 rows.of(marks).copy_(unchanged & (update != 0))
@@ -228,13 +233,12 @@ class AdamW:
 
         Updates are without learning rate and weight decay, in float32, and may be overwritten.
         """
-        beta1, beta2 = self._betas
         step = self.num_updates[0]
-        correction1, correction2 = bias_correction(beta1, step), bias_correction(beta2, step)
+        first, second = self._numbers.means(step) or constant_means(self._betas, step)
 
         def direction(rows: Rows) -> Tensor:
             mean, mean_sq = (rows.of(self.state[kind][rows.name]).float() for kind in _MEANS)
-            return (mean / correction1).div_((mean_sq / correction2).sqrt_().add_(self._eps))
+            return (mean / first.correction).div_((mean_sq / second.correction).sqrt_().add_(self._eps))
 
         for name in self.state[_MEANS[0]]:
             yield name, direction
@@ -242,6 +246,10 @@ class AdamW:
     def _rate_of(self, name: str, lr: Tensor) -> Tensor:
         """Learning rate of a parameter, given that of the schedule."""
         return lr
+
+    def _weight_decay_of(self, name: str, lr: Tensor) -> float | Tensor:
+        """Weight decay of a parameter in the last update, given the learning rate of the schedule."""
+        return self._numbers.weight_decay(self.num_updates[0], lr)
 
     def _param(self, rows: Rows) -> ParamStorage:
         value = rows.of(self._updated[rows.name])

@@ -62,32 +62,39 @@ class Muon(AdamW):
         self._matrices, self._optim = matrices, optim
         self._dtype = DTYPES[optim.muon_precision]
         self._adam_factor = optim.adam_lr / optim.lr if optim.adam_lr else 1.0
+        self._adam_decay_factor = 1.0
+        if optim.weight_decay_schedule == "decoupled":  # the decay is the same whatever rate an update multiplies it by
+            self._adam_decay_factor = 1.0 / self._adam_factor
         self._stores: dict[str, tuple[ParamStorage, ParamStorage]] = {}
         for name in names:
             rows = Rows(name, 0, shards[name].shape[0], whole=True)
             self._stores[name] = self._param(rows), self._mean(MOMENTUM, rows)
 
     def _step(self, grads: Mapping[str, Tensor], how: AdamStep) -> None:
-        super()._step(grads, replace(how, lr=how.lr * self._adam_factor))
-        noise = step_hash(how.step)
+        of_adam = how.weight_decay * self._adam_decay_factor
+        super()._step(grads, replace(how, lr=how.lr * self._adam_factor, weight_decay=of_adam))
+        noise, momentum = step_hash(how.step), self._numbers.momentum(how.step)
         for round_ in self._matrices.rounds:  # one after another, since only one round needs memory at a time
-            ahead = {name: self._advance(name, grads[name].to(noise.device), noise, how) for name in round_.names}
+            here = {name: grads[name].to(noise.device) for name in round_.names}
+            ahead = {name: self._advance(name, grad, noise, momentum, how) for name, grad in here.items()}
             for name, update in self._orthogonalized(round_, ahead).items():
                 store = self._stores[name][0]
-                decay = self._weight_decay if self._layout.table[name].decay else 0.0
+                decay = how.weight_decay if self._layout.table[name].decay else 0.0
                 old = store.open()
                 _close(store, old, old * (1.0 - how.lr * decay) - update * how.lr, noise, how.skip)
 
-    def _advance(self, name: str, grad: Tensor, noise: Tensor, how: AdamStep) -> Tensor:
+    def _advance(
+        self, name: str, grad: Tensor, noise: Tensor, momentum: tuple[float | Tensor, float | Tensor], how: AdamStep
+    ) -> Tensor:
         """Update the running mean of a gradient; return the update before it is made orthogonal, in float32."""
         # Products and sums alone, which round each entry alike wherever the entry lies in a tensor.
-        store, decay = self._stores[name][1], self._optim.muon_momentum
+        store, (keep, add) = self._stores[name][1], momentum
         old = store.open()
-        new = grad.float() * how.grad_scale * (1.0 - decay)
-        mean = old * decay + new
+        new = grad.float() * how.grad_scale * add
+        mean = old * keep + new
         _close(store, old, mean, noise, how.skip)
         if self._optim.muon_nesterov:
-            return new + mean * decay
+            return new + mean * keep
         return mean
 
     def _orthogonalized(self, round_: Round, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -113,6 +120,10 @@ class Muon(AdamW):
 
     def _rate_of(self, name: str, lr: Tensor) -> Tensor:
         return lr if name in self._stores else lr * self._adam_factor
+
+    def _weight_decay_of(self, name: str, lr: Tensor) -> float | Tensor:
+        decay = super()._weight_decay_of(name, lr)
+        return decay if name in self._stores else decay * self._adam_decay_factor
 
 
 def _close(store: ParamStorage, wide: Tensor, new: Tensor, noise: Tensor, skip: Tensor | None) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from nxtrain.config.bounds import MAX_INT
 from nxtrain.config.schedule import ScheduleConfig
-from nxtrain.config.schema import RunConfig
+from nxtrain.config.schema import OptimConfig, RunConfig
 
 INVERSE_SQRT_STEPS = 10_000
 """Time scale of inverse_sqrt without a warmup. Source: `get_inverse_sqrt_schedule` of transformers."""
@@ -95,6 +95,12 @@ class Schedule:
             return rate * (step - self.rewarm_after) / self.rewarm_steps
         return rate
 
+    def values(self) -> Iterator[float]:
+        """Learning rates before the first update and of every update, up to the last of the pieces."""
+        yield self.first
+        for _, first, piece in self._begun():
+            yield from (piece.at(done, first) for done in range(1, piece.steps + 1))
+
     def describe(self, after: int = 0) -> str:
         """Pieces of the updates after a step, as text."""
         words = []
@@ -118,6 +124,30 @@ class Schedule:
         for piece in self.pieces:
             yield begin, rate, piece
             begin, rate = begin + piece.steps, piece.lr
+
+
+def rule_schedules(optim: OptimConfig) -> dict[str, Schedule]:
+    """Schedules of the other numbers of the update rule that change, by name; a value has the name `lr` in them."""
+    given = {
+        "weight_decay": (optim.weight_decay, optim.weight_decay_pieces),
+        "beta1": (optim.betas[0], optim.beta1_pieces),
+        "beta2": (optim.betas[1], optim.beta2_pieces),
+        "muon_momentum": (optim.muon_momentum, optim.muon_momentum_pieces),
+    }
+    schedules = {}
+    for name, (first, pieces) in given.items():
+        if pieces:
+            schedules[name] = Schedule(tuple(Piece(piece.steps, piece.to, piece.shape) for piece in pieces), first)
+    return schedules
+
+
+def decay_factor(optim: OptimConfig) -> str:
+    """Factor of a weight in an update's weight decay, as text."""
+    decay, highest = f"{optim.weight_decay:.3g}", f"{optim.highest_lr:.3g}"
+    if optim.weight_decay_pieces:
+        decay = "weight_decay"
+    rate = {"constant": "lr", "corrected": f"lr^2 / {highest}", "decoupled": f"lr / {highest}"}
+    return f"{decay} x {rate[optim.weight_decay_schedule]}"
 
 
 def _after_warmup(optim: ScheduleConfig, warmup: int, steps: int) -> list[Piece]:

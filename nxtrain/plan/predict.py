@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from nxtrain.optim.schedule import Schedule
+from nxtrain.optim.schedule import Schedule, decay_factor, rule_schedules
 from nxtrain.plan.adapters import frozen_bytes
 from nxtrain.plan.goodput import Failures
 from nxtrain.plan.job import SIZES, Job
@@ -284,6 +284,10 @@ class Prediction:
         rates = ""
         if not (self.assumed.unknown_length or self.assumed.tokens or self.assumed.device_hours):
             rates = Schedule.of(self.job.config).describe()
+            if self.job.config.optim.weight_decay_schedule != "constant":
+                rates += f"; weight decay {decay_factor(self.job.config.optim)}"
+            for name, schedule in rule_schedules(self.job.config.optim).items():
+                rates += f"; {name} {schedule.describe()}"
         return {
             "schedule": self.job.config.optim.schedule,
             "learning_rates": rates,

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nxtrain.backends.rounding import mix_, step_hash
+from nxtrain.backends.torch_kernels import constant_means
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
-from nxtrain.common.kernels import AdamStep, Kernels, RoundingKey
+from nxtrain.common.kernels import AdamStep, Kernels, MeanDecay, RoundingKey
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.vocab import IGNORE_INDEX, VocabColumns
 from tests.support.contract import (
@@ -303,10 +304,19 @@ def adamw(kernels: Kernels, rng: Random) -> Update:
     if skips is not None:
         operands["skip"] = Operand((), lambda _, s: torch.full(s, skips))
     betas, eps, decay = (0.9, 0.95), 1e-8, 0.1
+    changes = rng.random() < 0.5
+    of_rule = {"decay": decay, "keep": betas[1], "add": 1 - betas[1]}  # numbers that change are on the device
+    for name in list(of_rule) if changes else rng.choice(([], ["decay"])):
+        operands[name] = Operand((), _constant(of_rule[name]), torch.float32)
 
     def call(*given: Tensor) -> None:
         parts = dict(zip(operands, given, strict=True))
-        how = AdamStep(parts["lr"], parts["step"], parts["grad_scale"], betas, eps, decay, parts.get("skip"))
+        numbers = parts["lr"], parts["step"], parts["grad_scale"]
+        how = AdamStep(*numbers, betas, eps, parts.get("decay", decay), parts.get("skip"))
+        if changes:
+            first, second = constant_means(betas, how.step)
+            means = first, MeanDecay(parts["keep"], parts["add"], second.correction)
+            how = AdamStep(*numbers, betas, eps, parts["decay"], how.skip, means)
         lists = [
             [parts[f"{name}{i}"] for i in range(len(shapes))] for name in ("param", "grad", "exp_avg", "exp_avg_sq")
         ]

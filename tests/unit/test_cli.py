@@ -71,6 +71,17 @@ def test_the_schedule_is_drawn_or_given_as_numbers() -> None:
     assert in_process(*show, "optim.decay_steps=90")[0] == 2
 
 
+def test_numbers_that_change_are_drawn_after_the_learning_rate() -> None:
+    changed = ("optim.weight_decay_schedule=corrected", "optim.beta2_pieces=[{steps=20,to=0.99}]", "optim.lr=1.0")
+    show = ("config", "show", TINY, "--schedule", "train.steps=40", *changed)
+    code, drawn, _ = in_process(*show)
+    assert code == 0
+    assert drawn.count("*") == 80 and "\nbeta2\n" in drawn and "steps 1 to 20: up to 0.99 (linear)" in drawn
+    assert drawn.splitlines()[-1] == "weight decay of an update: 0.1 x lr^2 / 1"
+    numbers = json.loads(in_process(*show, "--json")[1])
+    assert (numbers["beta2"][9], numbers["beta2"][39]) == (pytest.approx(0.97), 0.99)
+
+
 def test_config_show_prints_toml_that_loads_equal_without_torch(tmp_path: Path) -> None:
     done = command("config", "show", TINY, "train.steps=7", "optim.warmup_steps=1")
     assert (done.returncode, done.stderr) == (0, "")

@@ -137,6 +137,8 @@ def test_a_changed_default_cannot_change_a_recipe(name: str) -> None:
     idle |= {f"optim.{key}" for key in MuonConfig.model_fields}  # the optimizer is AdamW
     of_others = ("warmup_ratio", "decay_ratio", "decay_shape", "pieces", "rewarm_steps")
     idle |= {f"optim.{key}" for key in of_others}  # a cosine has its lengths in steps
+    of_rule = ("weight_decay_schedule", "weight_decay_pieces", "beta1_pieces", "beta2_pieces")
+    idle |= {f"optim.{key}" for key in of_rule}  # the numbers of the update stay
     idle.add("optim.ema_decay")  # no mean of the weights is kept
     assert {key for key in keys if loaded.origins[key] == "default"} == idle
 

@@ -129,10 +129,19 @@ def torchs(table: ParamTable, **optim: Any) -> dict[str, Tensor]:
     for step in range(STEPS):
         for name, grad in split(grads_of(table, step)).items():
             parameters[name].grad = grad * SCALE
+        share = step / STEPS
+        # Factors of the weight decay, so that its product with a rate is the one of the schedule.
+        factors = {"constant": (1.0, 1.0), "corrected": (share, share)}
+        factors["decoupled"] = (1 / config.lr, 1 / (config.adam_lr or config.lr))
+        of_matrices, of_others = factors[config.weight_decay_schedule]
         for group in matrices.param_groups:
-            group["lr"] = config.lr * step / STEPS
-        for group in others.param_groups:
-            group["lr"] = (config.adam_lr or config.lr) * step / STEPS
+            group |= {"lr": config.lr * share, "weight_decay": config.weight_decay * of_matrices}
+            for piece in config.muon_momentum_pieces:
+                done = min(1.0, (step + 1) / piece.steps)
+                group["momentum"] = config.muon_momentum + (piece.to - config.muon_momentum) * done
+        for group, decays in zip(others.param_groups, (True, False), strict=True):
+            group["lr"] = (config.adam_lr or config.lr) * share
+            group["weight_decay"] = config.weight_decay * of_others * decays
         matrices.step()
         others.step()
     return {name: p.detach() for name, p in parameters.items()}

@@ -283,6 +283,9 @@ def test_hours_of_devices_give_the_days_and_the_tokens() -> None:
     by_steps = answer(SEVENTY)
     world = by_steps["nodes"] * 32
     assert by_steps["run"]["learning_rates"].startswith("steps 1 to 2,000: up to 0.00015 (linear); ")
+    changed = ("optim.weight_decay_schedule=decoupled", "optim.beta2_pieces=[{steps=200,to=0.99}]")
+    rates = answer(SEVENTY, *changed)["run"]["learning_rates"].removeprefix(by_steps["run"]["learning_rates"])
+    assert rates == "; weight decay 0.1 x lr / 0.00015; beta2 steps 1 to 200: up to 0.99 (linear)"
     assert by_steps["run"]["device_hours"] == pytest.approx(by_steps["days"] * 24 * world)
     with pytest.raises(ConfigError, match="--tokens and --device-hours each give the length"):
         answer(SEVEN, "--device-hours", "5", "--tokens", "5")

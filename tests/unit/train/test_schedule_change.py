@@ -72,6 +72,16 @@ def test_a_longer_constant_run_is_not_told() -> None:
     assert message(saved(40, planned(40, schedule="constant")), planned(400, schedule="constant")) == ""
 
 
+def test_pieces_of_other_numbers_are_named_where_they_change() -> None:
+    """They are no drift, and the line of settings has both values."""
+    plan = planned(40, beta2_pieces=[{"steps": 9, "to": 0.99}], weight_decay_schedule="corrected")
+    there = saved(3, planned(40))
+    line = changes(there, meta_at(0, plan, INPUTS))
+    assert "optim.weight_decay_schedule constant there, corrected here" in line
+    assert "optim.beta2_pieces [] there, [{'steps': 9, 'to': 0.99, 'shape': 'linear'}] here" in line
+    assert message(there, plan) == ""
+
+
 def test_settings_of_other_versions_are_passed_over() -> None:
     plan = planned(40, schedule="linear")
     meta = saved(3, planned(40))

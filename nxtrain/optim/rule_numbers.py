@@ -1,0 +1,101 @@
+"""Weight decay and betas of each update, on the device: constants, or values that schedules give."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from nxtrain.common.kernels import MeanDecay
+from nxtrain.config.schema import OptimConfig
+from nxtrain.optim.schedule import Schedule, rule_schedules
+
+SMALLEST_BETA = 1e-30
+"""Beta in place of 0, whose logarithm is infinite; after one such update the bias correction is 1 in float32."""
+
+
+class RuleNumbers:
+    """Weight decay and betas as functions of the number of the update.
+
+    The values of all updates with pieces are a table on the device, where the number of the update is the index. So a
+    resumed run goes on exactly, an update that was none is not counted, the host reads nothing, and graphs stay.
+
+    Args:
+        optim: Keys of the numbers.
+        put: Copies a host tensor to the device.
+    """
+
+    def __init__(self, optim: OptimConfig, put: Callable[[Tensor], Tensor]) -> None:
+        self._optim = optim
+        schedules = rule_schedules(optim)
+        self._tables: dict[str, Tensor] = {}
+        if "weight_decay" in schedules or optim.weight_decay_schedule != "constant":
+            divisor = 1.0
+            if optim.weight_decay_schedule != "constant":
+                divisor = optim.highest_lr
+            decays = _values(schedules.get("weight_decay", Schedule.constant(optim.weight_decay)))
+            self._tables["weight_decay"] = put(torch.tensor([[decay / divisor for decay in decays]]))
+        of_betas = dict(zip(("beta1", "beta2"), optim.betas, strict=True))
+        if not of_betas.keys() & schedules.keys():
+            of_betas = {}
+        for name, beta in {**of_betas, "muon_momentum": optim.muon_momentum}.items():
+            if name in of_betas or name in schedules:
+                self._tables[name] = put(_decays(schedules.get(name, Schedule.constant(beta))))
+
+    def weight_decay(self, step: Tensor, lr: Tensor) -> float | Tensor:
+        """Weight decay, which an update multiplies by the learning rate.
+
+        Args:
+            step: () float32, on the device, number of the update, counted from 1.
+            lr: () float32, on the device, learning rate of the schedule.
+        """
+        if "weight_decay" not in self._tables:
+            return self._optim.weight_decay
+        (decay,) = _row(self._tables["weight_decay"], step)
+        if self._optim.weight_decay_schedule == "corrected":
+            return decay * lr
+        return decay
+
+    def means(self, step: Tensor) -> tuple[MeanDecay, MeanDecay] | None:
+        """Weights of the running means of AdamW if a beta changes; `step` as of `weight_decay`."""
+        if "beta1" not in self._tables:
+            return None
+        return self._mean("beta1", step), self._mean("beta2", step)
+
+    def momentum(self, step: Tensor) -> tuple[float | Tensor, float | Tensor]:
+        """Weights of Muon's running mean before, and of the new gradient; `step` as of `weight_decay`."""
+        if "muon_momentum" not in self._tables:
+            return self._optim.muon_momentum, 1.0 - self._optim.muon_momentum
+        mean = self._mean("muon_momentum", step)
+        return mean.keep, mean.add
+
+    def _mean(self, name: str, step: Tensor) -> MeanDecay:
+        table = self._tables[name]
+        keep, add, log, log_sum = _row(table, step)
+        after = (step - (table.shape[1] - 1.0)).clamp(min=0.0)
+        return MeanDecay(keep, add, (log_sum + after * log).expm1().neg())
+
+
+def _decays(schedule: Schedule) -> Tensor:
+    """Table of a beta: its values, 1 minus the values, and their logarithms and sums of logarithms up to each."""
+    # In float64: a rounded beta near 1 has few digits of 1 - beta. No update has the value before the first.
+    betas = _values(schedule)
+    logs = [math.log(max(beta, SMALLEST_BETA)) for beta in betas]
+    return torch.tensor([betas, [1.0 - beta for beta in betas], logs, [0.0, *accumulate(logs[1:])]])
+
+
+def _values(schedule: Schedule) -> list[float]:
+    """Values before the first update and of every update with pieces, or of one."""
+    values = list(schedule.values())
+    if len(values) == 1:  # XLA folds the value of a single number into a graph
+        return values * 2
+    return values
+
+
+def _row(table: Tensor, step: Tensor) -> tuple[Tensor, ...]:
+    """Values of an update, from a table by number and update; after the last one, those of the last one."""
+    index = step.clamp(max=table.shape[1] - 1.0).to(torch.int32).view(1)
+    return table.index_select(1, index).flatten().unbind()
