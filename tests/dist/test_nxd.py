@@ -32,6 +32,7 @@ from tests.support.parity import (
     layout,
     local_batch,
     rank_gradient,
+    reference,
     relative_errors,
     run_ours,
     start,
@@ -91,8 +92,12 @@ def test_twenty_float32_steps_equal_those_of_the_native_layers(
     native, nxd = ranks.run(*job), nxd_ranks.run(*job)
     losses, norms = distance(nxd, native)
     assert losses < 1e-6
-    assert norms < 1e-6
-    assert cut.get("sp") or equal(nxd, native)
+    if not cut.get("sp"):
+        assert equal(nxd, native)
+        return
+    # Sequence parallel layers add in another order, and 20 steps amplify a last bit: by how much, float64 tells.
+    _, rounding = distance(native, [reference(resolved, STEPS, weights=weights_of(resolved))] * world)
+    assert norms < max(1e-6, rounding)
 
 
 @pytest.mark.parametrize(("tp", "dp", "shard"), [(1, 1, "none"), (2, 1, "none"), (2, 2, "none"), (1, 2, "zero1")])

@@ -84,8 +84,7 @@ def reference(resolved: Resolved, weights: dict[str, Tensor], rows: NDArray[np.i
     assert batch.padding is not None
     arrays = (batch.inputs, batch.targets, batch.padding)
     inputs, targets, padding = (torch.from_numpy(array.reshape(4, -1)) for array in arrays)
-    model = hf_model(resolved, weights=weights).double()
-    model.set_attn_implementation("sdpa")
+    model = hf_model(resolved, weights=weights, attention="sdpa").double()
     found = model(input_ids=inputs, attention_mask=(~padding).long(), output_router_logits=True)
     cross_entropy = torch.nn.functional.cross_entropy(
         found.logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX

@@ -205,16 +205,23 @@ def _transformers() -> Any:
 
 
 def hf_model(
-    resolved: Resolved, seed: int = 0, std: float = 0.05, weights: Mapping[str, Tensor] | None = None
+    resolved: Resolved,
+    seed: int = 0,
+    std: float = 0.05,
+    weights: Mapping[str, Tensor] | None = None,
+    attention: str = "eager",
 ) -> transformers.PreTrainedModel:
-    """transformers' model of the same shape with given weights or random float32 ones, norms included."""
+    """transformers' model of the same shape with given weights or random float32 ones, norms included.
+
+    `attention` goes to the constructor, since the release that NeuronX Distributed needs has no later way.
+    """
     transformers = _transformers()
     config = transformers.CONFIG_MAPPING[resolved.family.name].from_dict(
         resolved.family.to_hf(resolved.model, "float32")
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
         if resolved.dimensions.mixture is not None:
             model.set_experts_implementation("eager")  # the default one has no float64
         with torch.no_grad():

@@ -68,11 +68,9 @@ def reference(
     In float32, rounding of the reference itself would count: on a CPU with AVX2 alone, 20 steps are off by 1.3e-5 of a
     norm.
     """
-    model = hf_model(resolved, weights=weights).double()
     # Eager attention rounds its softmax to float32, and takes twice the time of the fused one, which does not.
-    if not resolved.dimensions.sinks:
-        model.set_attn_implementation("sdpa")
-    wrapped = wrap(model)
+    attention = "eager" if resolved.dimensions.sinks else "sdpa"
+    wrapped = wrap(hf_model(resolved, weights=weights, attention=attention).double())
     optim = resolved.config.optim
     trained = {name: p for name, p in wrapped.named_parameters() if p.requires_grad}
     optimizers = _optimizers(trained, resolved)
