@@ -20,6 +20,7 @@ from nxtrain.common.machines import MACHINES
 from nxtrain.common.mesh import Axis, Mesh
 from nxtrain.common.sharding import Layout, ShardSpec
 from nxtrain.config.check import Resolved
+from nxtrain.config.rule_schedules import BetaPiece
 from nxtrain.optim.muon import Muon
 from nxtrain.parallel import whole_matrices
 from nxtrain.parallel.matrix_rounds import Round, exchanged_bytes, rounds_of
@@ -83,7 +84,9 @@ def run_of(update: str, state: str, *, shape: str = "odd", **cuts: Any) -> Resol
     """A run with Muon whose gradients are never clipped: the norm is summed in an order that the layout decides."""
     params = "fp32" if update == "fp32" else "bf16"
     resolved = layout(shape, params=params, update=update, **cuts)
-    return changed(resolved, optim={"clip": 0.0, "name": "muon", "adam_lr": 1e-3}, precision={"state": state})
+    optim = {"clip": 0.0, "name": "muon", "adam_lr": 1e-3, "weight_decay_schedule": "decoupled", "weight_decay": 1e-3}
+    optim |= {"muon_momentum": 0.6, "muon_momentum_pieces": [BetaPiece(steps=2, to=0.95)]}
+    return changed(resolved, optim=optim, precision={"state": state})
 
 
 def world_of(cuts: Mapping[str, Any]) -> int:

@@ -26,6 +26,7 @@ from tests.support import TINY
 from tests.support.drawn_ramps import END_ID, draw_ramps, num_steps, sizes
 from tests.support.layouts import FULLY_SHARDED, ONE, Degrees
 from tests.support.models import MIXTURES, SCALING_TYPES, WITH_EXPERTS, draw_experts, draw_scaling
+from tests.support.rule_schedules import draw_rule
 
 SEED = int(os.environ.get("NXTRAIN_FUZZ_SEED", "1"))
 """Seed of the drawn tests; the variable runs them on others."""
@@ -127,6 +128,7 @@ def draw(
         if not xla:
             overrides |= _of_state(Random(f"state/{lane}/{seed}/{index}/{attempt}"), degrees, overrides)
         if lane in WITH_Z_LOSS:
+            overrides |= draw_rule(Random(f"rule/{lane}/{seed}/{index}/{attempt}"))
             overrides["train.z_loss"] = Random(f"z/{lane}/{seed}/{index}/{attempt}").choice((0.0, 0.0, 1e-3, 0.1))
         if family in WITH_EXPERTS:
             overrides |= draw_experts(family, Random(f"experts/{lane}/{seed}/{index}/{attempt}"), overrides)

@@ -25,6 +25,7 @@ from nxtrain.train.device_batch import DeviceBatch
 from nxtrain.train.step import TrainState, train_step
 from tests.support.adamw import wide_newton_schulz
 from tests.support.models import hf_model, hf_tensors, our_model, plan, tokens
+from tests.support.rule_schedules import follow_by_hand
 
 LR = 3e-3
 OPTIM: dict[str, Any] = {"lr": LR, "weight_decay": 0.1, "clip": 0.5, "eps": 1e-5, "betas": (0.9, 0.95)}
@@ -146,18 +147,20 @@ def _optimizers(trained: Mapping[str, torch.nn.Parameter], resolved: Resolved) -
         own = [
             p for name, p in trained.items() if id(p) not in hidden and _decays(name, p, optim.decay_norms) == decays
         ]
-        groups.append({"params": own, "weight_decay": optim.weight_decay * decays})
+        groups.append({"params": own, "decays": decays})
     rate = optim.lr if optim.name == "adamw" else optim.adam_lr or optim.lr
     adamw = torch.optim.AdamW(groups, lr=rate, betas=optim.betas, eps=optim.eps)
+    follow_by_hand(adamw, optim, rate)
     if not inner:
         return [adamw]
     rule: dict[str, Any] = {"momentum": optim.muon_momentum, "nesterov": optim.muon_nesterov}
     scale = {"original": "original", "moonlight": "match_rms_adamw"}[optim.muon_scale]
-    rule |= {"ns_steps": optim.muon_steps, "adjust_lr_fn": scale, "weight_decay": optim.weight_decay}
+    rule |= {"ns_steps": optim.muon_steps, "adjust_lr_fn": scale}
     # Stacked experts are matrices of their own, which share their memory with the stack.
     views = hf_tensors(resolved.dimensions, ((name, p.detach()) for name, p in inner.items()))
     matrices = {name: torch.nn.Parameter(view) for name, view in views.items()}
     muon = torch.optim.Muon(matrices.values(), lr=optim.lr, **rule)
+    follow_by_hand(muon, optim, optim.lr)
 
     def take_gradients(*_: object) -> None:
         grads = ((name, torch.zeros_like(p) if p.grad is None else p.grad) for name, p in inner.items())

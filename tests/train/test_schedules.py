@@ -25,7 +25,13 @@ PIECES = [
 SCHEDULES: dict[str, dict[str, Any]] = {
     "wsd": {"schedule": "wsd", "warmup_steps": 3, "decay_steps": 3, "decay_shape": "sqrt"},
     "pieces": {"schedule": "pieces", "pieces": PIECES},
-    "inverse_sqrt": {"schedule": "inverse_sqrt", "warmup_steps": 2},
+    "inverse_sqrt": {
+        "schedule": "inverse_sqrt",
+        "warmup_steps": 2,
+        "weight_decay_schedule": "corrected",
+        "weight_decay_pieces": [{"steps": 3, "to": 1.0}, {"steps": 4, "to": 0.2, "shape": "cosine"}],
+        "beta2_pieces": [{"steps": 5, "to": 0.99}],
+    },
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 
 from nxtrain.config.check import Resolved
+from nxtrain.config.rule_schedules import BetaPiece, DecayPiece
 from nxtrain.tools.trace.hlo import parse
 from tests.support.lora import adapters_of
 from tests.support.models import changed, weights_of
@@ -25,10 +26,15 @@ SOUND: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16, accumulated": {"params": "bf16", "micro": 2},
     "stochastic": {"params": "bf16", "update": "bf16_stochastic"},
-    "kahan": {"params": "bf16", "update": "bf16_kahan"},
+    "kahan, numbers that change": {"params": "bf16", "update": "bf16_kahan"},
     "experts": {**EXPERTS, "micro": 2},
     "experts with a capacity": {**EXPERTS, "moe_dispatch": "capacity", "moe_capacity_factor": 1.0, "remat": "full"},
     "masks of adapters": {"params": "bf16", "micro": 1, "remat": "full"},
+}
+CHANGES: dict[str, Any] = {
+    "weight_decay_schedule": "corrected",
+    "weight_decay_pieces": [DecayPiece(steps=2, to=0.0)],
+    "beta2_pieces": [BetaPiece(steps=4, to=0.99)],
 }
 MASKS = {"method": "lora", "r": 2, "dropout": 0.5}
 MUTANTS = {"lr": [1e-3, 1.0], "read": [1e-3]}  # learning rates
@@ -45,6 +51,7 @@ def on_one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Steps]:
     """Steps of sound runs and of mutants, one after the other in one process."""
     sound = [layout("gqa2", tp=1, **options) for options in SOUND.values()]
     sound[-1] = changed(sound[-1], finetune=MASKS)
+    sound[3] = changed(sound[3], optim=CHANGES)
     runs = [(changed(run, precision={"state": run.config.precision.params}), RATES, "") for run in sound]
     runs += [(layout("gqa2", tp=1), rates, mutant) for mutant, rates in MUTANTS.items()]
     cases = [(run, weights(run), rates, mutant) for run, rates, mutant in runs]

@@ -11,6 +11,7 @@ import pytest
 from nxtrain.backends.base import Backend
 from nxtrain.common.distributed.collectives import Collectives
 from nxtrain.config.check import Resolved
+from nxtrain.config.rule_schedules import BetaPiece
 from nxtrain.parallel.whole_matrices import WholeMatrices
 from nxtrain.tools.trace.hlo import parse
 from tests.support.models import changed, weights_of
@@ -24,7 +25,10 @@ RATES = [0.0, 1e-3, 1.0, OPTIM["weight_decay"]]
 
 
 def run_of(shape: str = "gqa2", **cuts: Any) -> Resolved:
-    return changed(layout(shape, **cuts), optim={"name": "muon", "adam_lr": 1e-3, "lr": 1e-3, "ema_decay": 0.9})
+    pieces = [BetaPiece(steps=2, to=0.95)]
+    optim = {"name": "muon", "adam_lr": 1e-3, "lr": 1e-3, "ema_decay": 0.9, "weight_decay_schedule": "decoupled"}
+    optim |= {"weight_decay": 1e-3, "muon_momentum": 0.6, "muon_momentum_pieces": pieces, "beta1_pieces": pieces}
+    return changed(layout(shape, **cuts), optim=optim)
 
 
 def check_devices(cases: list[Resolved], folder: Path) -> None:

@@ -24,6 +24,7 @@ from nxtrain.parallel.precision import Update
 from nxtrain.parallel.whole_matrices import WholeMatrices
 from tests.support.adamw import host, precision, wide_newton_schulz
 from tests.support.models import random
+from tests.support.rule_schedules import follow_by_hand
 
 STEPS = 12
 SCALE = 0.25
@@ -116,32 +117,20 @@ def torchs(table: ParamTable, **optim: Any) -> dict[str, Tensor]:
     hidden = [p for name, p in parameters.items() if name not in ("embedding", "norm")]
     scale = {"original": "original", "moonlight": "match_rms_adamw"}[config.muon_scale]
     rule: dict[str, Any] = {
-        "weight_decay": config.weight_decay,
         "nesterov": config.muon_nesterov,
         "ns_steps": config.muon_steps,
     }
     matrices = torch.optim.Muon(hidden, momentum=config.muon_momentum, adjust_lr_fn=scale, **rule)
     groups: list[dict[str, Any]] = [
         {"params": [parameters["embedding"]]},
-        {"params": [parameters["norm"]], "weight_decay": 0.0},
+        {"params": [parameters["norm"]], "decays": False},
     ]
-    others = torch.optim.AdamW(groups, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
+    others = torch.optim.AdamW(groups, betas=config.betas, eps=config.eps)
+    for optimizer, rate in ((matrices, config.lr), (others, config.adam_lr or config.lr)):
+        follow_by_hand(optimizer, config, rate, lambda step: (step - 1) / STEPS)
     for step in range(STEPS):
         for name, grad in split(grads_of(table, step)).items():
             parameters[name].grad = grad * SCALE
-        share = step / STEPS
-        # Factors of the weight decay, so that its product with a rate is the one of the schedule.
-        factors = {"constant": (1.0, 1.0), "corrected": (share, share)}
-        factors["decoupled"] = (1 / config.lr, 1 / (config.adam_lr or config.lr))
-        of_matrices, of_others = factors[config.weight_decay_schedule]
-        for group in matrices.param_groups:
-            group |= {"lr": config.lr * share, "weight_decay": config.weight_decay * of_matrices}
-            for piece in config.muon_momentum_pieces:
-                done = min(1.0, (step + 1) / piece.steps)
-                group["momentum"] = config.muon_momentum + (piece.to - config.muon_momentum) * done
-        for group, decays in zip(others.param_groups, (True, False), strict=True):
-            group["lr"] = (config.adam_lr or config.lr) * share
-            group["weight_decay"] = config.weight_decay * of_others * decays
         matrices.step()
         others.step()
     return {name: p.detach() for name, p in parameters.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any
@@ -20,6 +19,7 @@ from nxtrain.optim.adamw import AdamW
 from nxtrain.optim.rule_numbers import RuleNumbers
 from nxtrain.optim.schedule import Schedule, decay_factor, rule_schedules
 from tests.support.adamw import LAYOUT, TABLE, first, grads_of, host, precision, wide_newton_schulz
+from tests.support.rule_schedules import follow_by_hand, value_at
 from tests.unit.optim import test_muon
 from tests.unit.optim.test_skipping import RULES, held
 
@@ -57,29 +57,6 @@ def rate_of(step: int) -> float:
     return LR * (0.1 + 0.8 * step / STEPS)
 
 
-def by_hand(start: float, pieces: Any, step: int) -> float:
-    """Value of an update, found by walking along the pieces."""
-    for piece in pieces:
-        if piece.shape == "constant":
-            value = piece.to
-        else:
-            done = min(1.0, step / piece.steps)
-            share = {"linear": done, "cosine": 0.5 - 0.5 * math.cos(math.pi * done), "sqrt": math.sqrt(done)}
-            value = start + (piece.to - start) * share[piece.shape]
-        if step <= piece.steps:
-            return value if step else start
-        start, step = piece.to, step - piece.steps
-    return start
-
-
-def decay_by_hand(optim: OptimConfig, step: int) -> float:
-    """Factor of a weight in the weight decay of an update."""
-    value = by_hand(optim.weight_decay, optim.weight_decay_pieces, step)
-    rate = rate_of(step)
-    factors = {"constant": rate, "corrected": rate * rate / LR, "decoupled": rate / LR}
-    return value * factors[optim.weight_decay_schedule]
-
-
 def optimizer(optim: OptimConfig, kernels: Kernels, types: Any = ("fp32", torch.float32, torch.float32)) -> Any:
     update, params, state = types
     shards = {name: p.detach() for name, p in first(params).items()}
@@ -94,43 +71,42 @@ def steps(adamw: AdamW, numbers: range, dtype: torch.dtype = torch.float32, skip
 
 
 def torchs(optim: OptimConfig) -> dict[str, Tensor]:
-    """Weights after the steps of torch's AdamW in float64, whose groups get the weight decay of each step by hand."""
+    """Weights after the steps of torch's AdamW in float64, whose groups get the numbers of each step by hand."""
     parameters = {name: nn.Parameter(p.detach().double()) for name, p in first(torch.float32).items()}
-    groups = []
+    groups: list[dict[str, Any]] = []
     for decays in (True, False):
-        groups.append({"params": [p for name, p in parameters.items() if TABLE[name].decay == decays]})
+        groups.append(
+            {"params": [p for name, p in parameters.items() if TABLE[name].decay == decays], "decays": decays}
+        )
     reference = torch.optim.AdamW(groups, betas=optim.betas, eps=optim.eps)
+    follow_by_hand(reference, optim, LR, lambda step: rate_of(step) / LR)
     for step in range(1, STEPS + 1):
         for name, grad in grads_of(step, torch.float32).items():
             parameters[name].grad = grad.double() * SCALE
-        for group, decays in zip(reference.param_groups, (True, False), strict=True):
-            group["lr"] = rate_of(step)
-            group["weight_decay"] = decay_by_hand(optim, step) / rate_of(step) * decays
         reference.step()
     return {name: p.detach() for name, p in parameters.items()}
 
 
 def formula(optim: OptimConfig) -> dict[str, Tensor]:
-    """Weights after the steps of Adam in float64, with means over the sum of the weights of all their values.
-
-    torch's bias correction has the beta of the step alone, so that torch is no reference here.
-    """
+    """Weights after the steps of Adam in float64, with means over the sum of the weights of all their values."""
     weights = {name: p.detach().double() for name, p in first(torch.float32).items()}
     means = {name: torch.zeros_like(p) for name, p in weights.items()}
     squares = {name: torch.zeros_like(p) for name, p in weights.items()}
     of_mean = of_squares = 0.0
     for step in range(1, STEPS + 1):
-        beta1 = by_hand(optim.betas[0], optim.beta1_pieces, step)
-        beta2 = by_hand(optim.betas[1], optim.beta2_pieces, step)
+        beta1 = value_at(optim.betas[0], optim.beta1_pieces, step)
+        beta2 = value_at(optim.betas[1], optim.beta2_pieces, step)
         of_mean = beta1 * of_mean + 1 - beta1
         of_squares = beta2 * of_squares + 1 - beta2
+        rate = rate_of(step)
+        factors = {"constant": rate, "corrected": rate * rate / LR, "decoupled": rate / LR}
+        decay = value_at(optim.weight_decay, optim.weight_decay_pieces, step) * factors[optim.weight_decay_schedule]
         for name, given in grads_of(step, torch.float32).items():
             grad = given.double() * SCALE
             means[name] = beta1 * means[name] + (1 - beta1) * grad
             squares[name] = beta2 * squares[name] + (1 - beta2) * grad.square()
             update = means[name] / of_mean / ((squares[name] / of_squares).sqrt() + optim.eps)
-            decay = decay_by_hand(optim, step) * TABLE[name].decay
-            weights[name] = weights[name] * (1 - decay) - rate_of(step) * update
+            weights[name] = weights[name] * (1 - decay * TABLE[name].decay) - rate * update
     return weights
 
 
@@ -139,27 +115,19 @@ def error(shards: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_a_weight_decay_that_changes_is_that_of_torch_with_other_groups_in_each_step(kernels: str) -> None:
+@pytest.mark.parametrize("betas", [False, True], ids=["decay", "betas"])
+def test_updates_are_those_of_torch_with_other_groups_in_each_step(kernels: str, betas: bool) -> None:
     for seed in range(9):
-        optim = drawn(seed, betas=False)
+        optim = drawn(seed, betas=betas)
         adamw, shards = optimizer(optim, KERNELS[kernels]())
         steps(adamw, range(1, STEPS + 1))
         assert error(shards, torchs(optim)) < 2e-6, optim
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_betas_that_change_weigh_each_gradient_by_the_betas_after_it(kernels: str) -> None:
+def test_groups_of_torch_that_are_changed_by_hand_follow_the_formula() -> None:
     for seed in range(9):
-        optim = drawn(seed, betas=True)
-        adamw, shards = optimizer(optim, KERNELS[kernels]())
-        steps(adamw, range(1, STEPS + 1))
-        assert error(shards, formula(optim)) < 2e-6, optim
-
-
-def test_the_formula_is_torch_where_betas_stay() -> None:
-    for seed in range(3):
-        optim = drawn(seed, betas=False)
-        assert error(torchs(optim), formula(optim)) < 1e-14
+        optim = drawn(seed, betas=seed > 2)
+        assert error(torchs(optim), formula(optim)) < 1e-13, optim
 
 
 def test_a_decay_by_the_highest_rate_alone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +151,7 @@ def test_a_bias_correction_by_the_beta_of_the_step_alone_is_seen(monkeypatch: py
     optim = OptimConfig.model_validate({"lr": LR, "betas": (0.5, 0.95), "beta1_pieces": [{"steps": 8, "to": 0.95}]})
     adamw, shards = optimizer(optim, PlainKernels())
     steps(adamw, range(1, STEPS + 1))
-    assert error(shards, formula(optim)) > 1e-3
+    assert error(shards, torchs(optim)) > 1e-3
 
 
 @pytest.mark.parametrize("types", RULES, ids=str)
@@ -278,7 +246,7 @@ def test_bias_corrections_have_the_digits_of_float32_at_every_update(betas: tupl
         optim = OptimConfig.model_validate({"betas": (0.9, beta2), "beta2_pieces": [piece]})
         numbers, product = RuleNumbers(optim, host), 1.0
         for step in range(1, 400):
-            beta = by_hand(optim.betas[1], optim.beta2_pieces, step)
+            beta = value_at(optim.betas[1], optim.beta2_pieces, step)
             product *= beta
             means = numbers.means(torch.tensor(float(step)))
             assert means is not None
