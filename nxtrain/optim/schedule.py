@@ -141,6 +141,24 @@ def rule_schedules(optim: OptimConfig) -> dict[str, Schedule]:
     return schedules
 
 
+def numbers_of_update(optim: OptimConfig, step: int, lr: float) -> OptimConfig:
+    """Keys whose weight decay and betas are those of an update of AdamW.
+
+    Args:
+        optim: Keys of the run.
+        step: Number of the update, counted from 1.
+        lr: Learning rate of the update.
+    """
+    constant = {"weight_decay": optim.weight_decay, "beta1": optim.betas[0], "beta2": optim.betas[1]}
+    values = constant | {name: schedule.at(step) for name, schedule in rule_schedules(optim).items()}
+    decay = values["weight_decay"]
+    if optim.weight_decay_schedule != "constant":
+        decay /= optim.highest_lr
+    if optim.weight_decay_schedule == "corrected":
+        decay *= lr
+    return optim.model_copy(update={"weight_decay": decay, "betas": (values["beta1"], values["beta2"])})
+
+
 def decay_factor(optim: OptimConfig) -> str:
     """Factor of a weight in an update's weight decay, as text."""
     decay, highest = f"{optim.weight_decay:.3g}", f"{optim.highest_lr:.3g}"

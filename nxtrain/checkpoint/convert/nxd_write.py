@@ -41,7 +41,7 @@ from nxtrain.common.run_folder import CONFIG_FILE
 from nxtrain.config import check
 from nxtrain.config.load import load
 from nxtrain.config.schema import OptimConfig
-from nxtrain.optim.schedule import Schedule
+from nxtrain.optim.schedule import Schedule, numbers_of_update
 
 _FILES = (BEGUN, DONE, MODEL_DIR, OPTIM_DIR, SCHEDULER, USER_CONTENT, CONFIG)
 
@@ -90,7 +90,8 @@ def optimizer_settings_of(checkpoint: Path | str, file: Path | None) -> Optimize
         )
     plan = check.resolve_config(load(file), world=None)
     meta = read_meta(path)
-    return OptimizerSettings(plan.config.optim, Schedule.of(plan.config, meta.rewarm_after).at(meta.step + 1))
+    rate = Schedule.of(plan.config, meta.rewarm_after).at(meta.step + 1)
+    return OptimizerSettings(numbers_of_update(plan.config.optim, meta.step + 1, rate), rate)
 
 
 def nxtrain_to_nxd(src: Path | str, dst: Path, target: NxdTarget, *, rates: OptimizerSettings | None) -> Path:

@@ -17,7 +17,7 @@ from nxtrain.common.kernels import Kernels, MeanDecay
 from nxtrain.config.schema import OptimConfig
 from nxtrain.optim.adamw import AdamW
 from nxtrain.optim.rule_numbers import RuleNumbers
-from nxtrain.optim.schedule import Schedule, decay_factor, rule_schedules
+from nxtrain.optim.schedule import Schedule, decay_factor, numbers_of_update, rule_schedules
 from tests.support.adamw import LAYOUT, TABLE, first, grads_of, host, precision, wide_newton_schulz
 from tests.support.rule_schedules import follow_by_hand, value_at
 from tests.unit.optim import test_muon
@@ -262,6 +262,19 @@ def test_numbers_that_stay_are_numbers_of_the_host() -> None:
     assert numbers.weight_decay(step, step) == 0.3
     assert numbers.means(step) is None
     assert numbers.momentum(step) == (0.95, 1 - 0.95)
+
+
+def test_numbers_of_an_update_are_those_of_the_device() -> None:
+    for seed in range(9):
+        optim = drawn(seed, betas=seed % 2 == 0)
+        numbers = RuleNumbers(optim, host)
+        for number in (1, 4, 20):
+            step, rate = torch.tensor(float(number)), torch.tensor(rate_of(number))
+            of_update = numbers_of_update(optim, number, rate_of(number))
+            assert of_update.weight_decay == pytest.approx(float(numbers.weight_decay(step, rate)), rel=1e-6)
+            means = numbers.means(step)
+            if means is not None:
+                assert of_update.betas == pytest.approx([float(mean.keep) for mean in means])
 
 
 def test_schedules_of_numbers_are_described() -> None:
