@@ -197,7 +197,7 @@ class CausalDecoder(nn.Module):
 
     def _loss(self, hidden: Tensor, routing: Tensor | None, targets: Tensor) -> Tensor:
         """Sum of the tokens' cross entropies, with the gradient of the routers' losses as well."""
-        loss = self.lm_head.loss(hidden, targets.t())
+        loss = self.lm_head.loss(hidden, targets.movedim(-1, 0))
         if routing is None or self._router_losses is None:
             return loss
         scale = None if self.lm_head.scale is None else self.lm_head.scale()

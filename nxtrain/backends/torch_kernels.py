@@ -18,7 +18,7 @@ from nxtrain.backends.ranged_attention import Blocks, RangedAttention, SinkAtten
 from nxtrain.backends.rounding import round_by_pairs, round_one_by_one
 from nxtrain.backends.torch_attention import sdpa
 from nxtrain.common.kernels import AdamStep, Float8Matrix, Kernels, KeyRanges, MeanDecay, RoundingKey, RowGroups, Rows
-from nxtrain.common.vocab import VocabColumns
+from nxtrain.common.vocab import PROBABILITY_UNITS, VocabColumns
 
 
 class PlainKernels(Kernels):
@@ -347,18 +347,28 @@ def masked_cross_entropy(
     comm = columns.comm
     axis = columns.axis
     scores = logits.float() if columns.padding is None else logits.float() + columns.padding
-    counted, here, column = columns.locate(targets)
     numbers = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device)
-    hit = (numbers == column.to(torch.int32)) & here.unsqueeze(1)
+    taught = None
+    if targets.dim() == 1:
+        counted, here, column = columns.locate(targets)
+        hit = (numbers == column.to(torch.int32)) & here.unsqueeze(1)
+    else:
+        counted, here, column, shares = _taught(targets, columns)
+        wanted = torch.where(here, column.to(torch.int32), -1)
+        taught = torch.zeros_like(scores)
+        for of_id, share in zip(wanted.split(1, dim=1), shares.split(1, dim=1), strict=True):
+            taught = taught + (numbers == of_id) * share
+        hit = taught > 0.0
 
     peak = comm.all_reduce(scores.amax(dim=1), axis, "max")
-    target_score = scores.masked_fill(~hit, 0.0).sum(dim=1)
+    chosen = scores.masked_fill(~hit, 0.0)
+    target_score = (chosen if taught is None else chosen * taught).sum(dim=1)
     exp = (scores - peak.unsqueeze(1)).exp()
     sums = comm.all_reduce(torch.stack([exp.sum(dim=1), target_score]), axis)
     losses, share = _losses(sums, peak, counted, z_loss)
     if not needs_grad:
         return losses, None
-    grad = exp * share.unsqueeze(1) - hit.float()
+    grad = exp * share.unsqueeze(1) - (hit.float() if taught is None else taught)
     return losses, grad.to(dtype)
 
 
@@ -370,18 +380,40 @@ def cross_entropy(
     comm = columns.comm
     axis = columns.axis
     scores = logits.float() if columns.padding is None else logits.float() + columns.padding
-    counted, here, column = columns.locate(targets)
-
     peak = comm.all_reduce(scores.amax(dim=1), axis, "max")
-    target_score = torch.where(here, scores.gather(1, column).squeeze(1), torch.zeros_like(peak))
+    if targets.dim() == 1:
+        counted, here, column = columns.locate(targets)
+        shares = here.float().unsqueeze(1)
+        target_score = torch.where(here, scores.gather(1, column).squeeze(1), torch.zeros_like(peak))
+    else:
+        counted, here, column, shares = _taught(targets, columns)
+        target_score = (torch.where(here, scores.gather(1, column), 0.0) * shares).sum(dim=1)
     exp = scores.sub_(peak.unsqueeze(1)).exp_()
     sums = comm.all_reduce(torch.stack([exp.sum(dim=1), target_score]), axis)
     losses, share = _losses(sums, peak, counted, z_loss)
     if not needs_grad:
         return losses, None
     grad = exp.mul_(share.unsqueeze(1))
-    grad.scatter_add_(1, column, -here.float().unsqueeze(1))
+    grad.scatter_add_(1, column, -shares)
     return losses, grad.to(dtype)
+
+
+def _taught(targets: Tensor, columns: VocabColumns) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Columns of the tokens of a teacher in this rank's logits.
+
+    Args:
+        targets: (T, 2R), as of `Kernels.cross_entropy`.
+
+    Returns:
+        (T,) bool, tokens that count; (T, R) bool, ids among this rank's columns; (T, R) their columns, else 0; (T, R)
+        float32, their probabilities, 0 for an id that is not here.
+    """
+    ids, units = targets.chunk(2, dim=1)
+    counted, here, column = columns.locate(ids.flatten())
+    counted = counted.view(ids.shape)[:, 0]
+    here = here.view(ids.shape) & counted.unsqueeze(1)
+    shares = torch.where(here, units.float() / PROBABILITY_UNITS, 0.0)
+    return counted, here, column.view(ids.shape), shares
 
 
 def _losses(sums: Tensor, peak: Tensor, counted: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:

@@ -228,3 +228,16 @@ def inspect(
     else:
         present_inspection(inspection, Console(markup=False, highlight=False))
     refuse_incomplete(inspection)
+
+
+@data.command(epilog="Example: nxtrain data teach models/teacher --rows rows.npy --k 32 --out taught.npy")
+def teach(
+    model: Annotated[str, typer.Argument(metavar="RUN_OR_HF", help="Teacher: run, checkpoint or Hugging Face folder.")],
+    rows: Annotated[str, typer.Option(help="Rows of data.source=tokens.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="File for data.teacher.", show_default=False, parser=_path)],
+    k: Annotated[int, integer(help="Most likely tokens for each target.")] = 32,
+) -> None:
+    """Write the most likely tokens of a teacher for each target of a token file."""
+    from nxtrain.tools.eval.teach import teach
+
+    teach(model, rows, out, k)

@@ -363,7 +363,8 @@ class Kernels(ABC):
 
         Args:
             logits: (T, V), this rank's columns; may be overwritten.
-            targets: (T,) over the whole vocabulary, or `IGNORE_INDEX`.
+            targets: (T,) over the whole vocabulary, or `IGNORE_INDEX`. Or (T, 2R): R ids and R probabilities in
+                `PROBABILITY_UNITS`, whose sum is 1; a token whose first id is `IGNORE_INDEX` does not count.
             z_loss: Factor of the squared log of the softmax's denominator, which each token that counts adds. Source:
                 Chowdhery et al. 2022, PaLM (arXiv:2204.02311), section 5.
 

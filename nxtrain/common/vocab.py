@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 IGNORE_INDEX = -100
 """Target that every loss ignores; torch's own choice in `cross_entropy`."""
 
+PROBABILITY_UNITS = 1 << 24
+"""Units of a probability among targets: float32 has each number of units exactly."""
+
 PROMPT_BIT = 1 << 30
 """Mark on an id in a row of data: the token is part of a prompt, and not a target."""
 
@@ -25,6 +28,13 @@ DESIRABLE_BIT = 1 << 31
 
 ID_MASK = END_BIT - 1
 """Bits of a marked id without its marks."""
+
+
+def true_targets(targets: Tensor) -> Tensor:
+    """True targets, (B, S), of targets that may have the tokens of a teacher, (B, 2R, S)."""
+    if targets.dim() == 2:  # noqa: PLR2004 - rows and positions
+        return targets
+    return targets[:, 0]
 
 
 @dataclass(frozen=True)

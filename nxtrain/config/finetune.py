@@ -21,6 +21,7 @@ def finetune(config: RunConfig, *, has_weights: bool = True) -> Iterator[Problem
         has_weights: The weights from which the run begins have to be named.
     """
     tuning, model = config.finetune, config.model
+    yield from _teacher(config)
     if tuning.compares:
         yield from _preferences(config, has_weights=has_weights)
     if tuning.method == "full":
@@ -44,6 +45,28 @@ def finetune(config: RunConfig, *, has_weights: bool = True) -> Iterator[Problem
         yield Problem("finetune.dropout", reason, hint="use 0, or adapt other layers than experts")
     if len(set(tuning.targets)) < len(tuning.targets):
         yield Problem("finetune.targets", "names a layer twice", hint="name each once")
+
+
+def _teacher(config: RunConfig) -> Iterator[Problem]:
+    """Problems of the tokens of a teacher."""
+    data, key = config.data, "data.teacher"
+    if not data.teacher:
+        if data.teacher_k:
+            reason = f"{data.teacher_k} tokens of a teacher, and data.teacher names none"
+            yield Problem("data.teacher_k", reason, hint="set data.teacher, or leave data.teacher_k out")
+        return
+    if not data.teacher_k:
+        yield Problem("data.teacher_k", "0 tokens of a teacher teach nothing", hint="give that of data.teacher")
+    if data.source != "tokens" or data.mixture:
+        reason = "has a row for each row of one file of data.source=tokens, but "
+        reason += "data.mixture has several" if data.mixture else f"data.source={data.source}"
+        yield Problem(key, reason, hint="set data.source=tokens and data.path")
+    if config.finetune.compares:
+        reason = f"is compared token by token, and finetune.objective={config.finetune.objective} whole answers"
+        yield Problem(key, reason, hint="use finetune.objective=sft")
+    if config.backend.layers == "nxd":
+        reason = "needs a loss on several tokens for each target, which the head of backend.layers=nxd does not have"
+        yield Problem(key, reason, hint="use backend.layers=native")
 
 
 def _preferences(config: RunConfig, *, has_weights: bool) -> Iterator[Problem]:

@@ -273,6 +273,12 @@ class DataConfig(Section):
     tokenizer: LocalText = ""
     """tokenizer.json or its folder; empty: that of the weights of model.init=hf or checkpoint.resume, else a byte-level
     BPE of the model's vocab_size, trained on the data."""
+    teacher: CorpusPlace = ""
+    """.npy with the most likely tokens of a teacher for each target of source=tokens, to which the loss compares."""
+    teacher_k: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Tokens of data.teacher for each target."""
+    teacher_weight: float = Field(default=1.0, gt=0, le=1)
+    """Share of data.teacher in the loss; the rest is the likelihood of the target."""
     packing: Literal["concat", "best_fit"] = "concat"
     """Documents end to end, or fitted whole into rows."""
     doc_mask: bool = False

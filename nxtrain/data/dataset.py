@@ -16,6 +16,7 @@ from nxtrain.data.mixture import MixedSamples, Mixture
 from nxtrain.data.prepare import Prepared, digest, prepare_tokens
 from nxtrain.data.samples import AnswerRows, EndedSamples, FileSamples, Samples
 from nxtrain.data.storage import cache_folder, open_file, replacing
+from nxtrain.data.teacher import TaughtSamples, open_teacher
 from nxtrain.data.tokenization import KnownTokenizer
 
 if TYPE_CHECKING:
@@ -173,7 +174,8 @@ def count_rows(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path)
 def _receipt(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path) -> Path:
     evaluated = (config.validation_fraction, config.validation_path)
     corpora = (config.source, config.path, config.mixture, config.weights, config.tokenizer)
-    return workdir / f"prepared-{digest(*corpora, *evaluated, seq_len, vocab_size)}.json"
+    taught = (config.teacher, config.teacher_k, config.teacher_weight) if config.teacher else ()
+    return workdir / f"prepared-{digest(*corpora, *evaluated, seq_len, vocab_size, *taught)}.json"
 
 
 def _open_stream(path: Path, seq_len: int) -> StreamSamples:
@@ -200,15 +202,20 @@ def _open_rows(config: DataConfig, prepared: Prepared, seq_len: int, vocab_size:
         _refuse_too_short(train, "leaves for training", "add text, or lower train.seq_len")
         return TokenRows(train)
     files = [open_file(location_of(name), cache_folder(config)) for name in config.mixture or (prepared.train,)]
-    probes = zip(files, prepared.probe.split(), strict=True)
+    probes = prepared.probe.split()
     parts: tuple[Samples, ...] = tuple(
-        FileSamples(file, seq_len=seq_len, vocab_size=vocab_size, expected=probe) for file, probe in probes
+        FileSamples(file, seq_len=seq_len, vocab_size=vocab_size, expected=probe)
+        for file, probe in zip(files, probes, strict=False)
     )
     if config.doc_mask:
         assert prepared.end_id is not None, "config/check.py asks for the tokenizer"
         parts = tuple(EndedSamples(part, prepared.end_id) for part in parts)
     if config.mixture:
         return TokenRows(MixedSamples(Mixture.of(config.mixture, config.weights), parts))
+    if config.teacher:
+        file = open_file(location_of(config.teacher), cache_folder(config))
+        teacher = open_teacher(file, seq_len=seq_len, k=config.teacher_k, expected=probes[-1])
+        return TokenRows(TaughtSamples(parts[0], teacher, vocab_size=vocab_size, weight=config.teacher_weight))
     return TokenRows(parts[0])
 
 

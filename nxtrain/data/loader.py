@@ -92,7 +92,8 @@ class Batch:
 
     Attributes:
         inputs: (num_micro, micro_batch, S) int64 ids, S = seq_len.
-        targets: The next ids, or `IGNORE_INDEX` at positions without a loss; same shape and type.
+        targets: The next ids, or `IGNORE_INDEX` at positions without a loss; same shape and type. With a teacher, those
+            and the teacher's tokens: (num_micro, micro_batch, 2R, S), see `nxtrain.data.teacher.mixed`.
         num_tokens: Number of this rank's targets other than `IGNORE_INDEX`.
         starts: First position of each position's document, for masks between documents; same shape and type.
         answers: Answers of rows of answers; None for other rows.
@@ -275,6 +276,7 @@ class Loader:
         samples = self._samples
         of_answers: dict[str, Any] = {"pairs_per_row": samples.pairs_per_row, "labelled": samples.labelled}
         batch = batch_of(rows, self._share.micro_batch, doc_mask=self._doc_mask, seq_len=seq_len, **of_answers)
+        batch = replace(batch, targets=samples.with_teacher(batch.targets, indices))
         reference = samples.reference(indices, swapped=swapped)
         if batch.answers is None or reference is None:
             return batch

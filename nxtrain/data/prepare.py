@@ -14,6 +14,7 @@ from nxtrain.common.io.object_store import location_of
 from nxtrain.data.mixture import Mixture
 from nxtrain.data.samples import FileSamples
 from nxtrain.data.storage import RemoteFile, cache_folder, open_file
+from nxtrain.data.teacher import open_teacher
 from nxtrain.data.tokenization import load_tokenizer
 
 if TYPE_CHECKING:
@@ -51,7 +52,13 @@ def prepare_tokens(config: DataConfig, seq_len: int, vocab_size: int) -> Prepare
     """Check the token files of a run."""
     names = config.mixture or (config.path,)
     contents, probes = zip(*(_checked_table(config, name, seq_len, vocab_size) for name in names), strict=True)
-    identity = [*contents]
+    identity: list[object] = [*contents]
+    if config.teacher:
+        file = open_file(location_of(config.teacher), cache_folder(config))
+        teacher = open_teacher(file, seq_len=seq_len, k=config.teacher_k)
+        content = file.tag if isinstance(file, RemoteFile) else teacher.digest()
+        identity += [content, config.teacher_k, config.teacher_weight]
+        probes = (*probes, teacher.probe())
     if config.mixture:
         identity.append(Mixture.of(config.mixture, config.weights).shares)
     tokenizer_path = end_id = None

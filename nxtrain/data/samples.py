@@ -80,6 +80,11 @@ class Samples(ABC):
         del num_rows
         return {}
 
+    def with_teacher(self, targets: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Targets of the rows at indices, (..., S), with the tokens of a teacher if there is one: (..., 2R, S)."""
+        del indices
+        return targets
+
     def reference(self, indices: NDArray[np.int64], *, swapped: bool = False) -> NDArray[np.float32] | None:
         """Log-probabilities of the answers in rows, (n,) to (n, 2K); None if they are not known in advance.
 
@@ -96,10 +101,14 @@ class TableSamples(Samples):
     Args:
         answers: Rows are of answers; None: of other documents.
         has_reference: Answers have a reference of zeros.
+        teacher_k: Tokens of a teacher for each target, all without a share; 0: there is no teacher.
     """
 
-    def __init__(self, table: Tokens, *, answers: AnswerRows | None = None, has_reference: bool = False) -> None:
+    def __init__(
+        self, table: Tokens, *, answers: AnswerRows | None = None, has_reference: bool = False, teacher_k: int = 0
+    ) -> None:
         self._table, self._has_reference = table, has_reference
+        self._teacher_k = teacher_k
         self.num_rows, self.seq_len = len(table), int(table.shape[1]) - 1
         if answers is not None:
             self.pairs_per_row, self.labelled = answers.pairs_per_row, answers.labelled
@@ -107,6 +116,13 @@ class TableSamples(Samples):
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows at indices: (n,) to (n, S + 1)."""
         return self._table[indices].astype(np.int64)
+
+    def with_teacher(self, targets: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Targets with zeros for the tokens of a teacher; without one, as they are."""
+        del indices
+        if not self._teacher_k:
+            return targets
+        return np.expand_dims(targets, -2).repeat(2 * (1 + self._teacher_k), axis=-2)
 
     def reference(self, indices: NDArray[np.int64], *, swapped: bool = False) -> NDArray[np.float32] | None:
         """Zeros for the answers in rows, (n,) to (n, 2K); None without a reference."""
@@ -165,6 +181,11 @@ class FileSamples(Samples):
             self._compare()
             self._version = version
         return self._rows(indices)
+
+    @property
+    def name(self) -> str:
+        """Name of the file, for messages."""
+        return str(self._file.name)
 
     def probe(self) -> str:
         """Digest of the number of rows and of a sample of the rows; differs for most other tables."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from nxtrain.common.distributed.collectives import Collectives
 from nxtrain.common.layers import RouterLosses
 from nxtrain.common.mesh import Axis
-from nxtrain.common.vocab import IGNORE_INDEX
+from nxtrain.common.vocab import IGNORE_INDEX, true_targets
 from nxtrain.parallel.regions import sum_over
 
 
@@ -72,7 +72,7 @@ class BatchRouterLosses(RouterLosses):
     ) -> tuple[Tensor, Tensor | None]:
         if not torch.is_grad_enabled():
             return loss, None
-        counted = (targets != IGNORE_INDEX).sum(dtype=torch.float32).unsqueeze(0)
+        counted = (true_targets(targets) != IGNORE_INDEX).sum(dtype=torch.float32).unsqueeze(0)
         sums = sum_over(torch.cat([routing, counted]), self.comm, self.axis)
         losses = torch.stack(balance_loss(sums[:-1]))
         num_targets = sums[-1].detach() / self.num_same

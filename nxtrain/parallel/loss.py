@@ -86,7 +86,7 @@ class VocabHead(nn.Module):
 
         Args:
             hidden: (S/tp, B, D).
-            targets: (S, B) integers; `IGNORE_INDEX` does not count, and has a loss of 0.
+            targets: (S, B) integers; `IGNORE_INDEX` does not count, and has a loss of 0. Or (S, B, 2R), with a teacher.
 
         Returns:
             () float32, or with `token_losses` (S, B) float32, equal on all tp ranks.
@@ -106,7 +106,7 @@ class VocabHead(nn.Module):
         loss: Tensor = _VocabCrossEntropy.apply(
             whole.flatten(0, -2),
             self.weight,
-            targets.flatten(),
+            targets.flatten(0, 1),
             columns,
             self._chunk_rows,
             chunk,

@@ -18,7 +18,7 @@ class DeviceBatch:
 
     Args:
         inputs, targets: (B, S) int64 for each micro-batch, at this rank's positions; targets of `IGNORE_INDEX` do not
-            count.
+            count. With the tokens of a teacher, targets are (B, 2R, S).
         starts: First position of each position's document, likewise; empty without masks between documents.
         pairs: Answers of each micro-batch; empty without an objective on answers.
         counted: (S/tp, B) float32 for each micro-batch, 1 for a token that the routers' losses count and 0 for padding;

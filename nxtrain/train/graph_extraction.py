@@ -166,6 +166,7 @@ def _loader(config: RunConfig, mesh: Mesh) -> Loader:
             np.zeros((config.train.global_batch * EVALUATED_BATCHES, config.train.seq_len + 1), np.int8),
             answers=AnswerRows.of(config.finetune),
             has_reference=config.finetune.stores_reference,
+            teacher_k=config.data.teacher_k,
         ),
         BatchShare(config.train.global_batch, config.train.micro_batch, mesh.dp.rank, mesh.dp.size),
         seed=0,

@@ -15,7 +15,7 @@ from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.family import CausalLM
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout, ParamTable
-from nxtrain.common.vocab import IGNORE_INDEX
+from nxtrain.common.vocab import IGNORE_INDEX, true_targets
 from nxtrain.metrics.run_observer import RunObserver, Section
 from nxtrain.nn.lora import without_adapters
 from nxtrain.optim.adamw import AdamW
@@ -264,7 +264,7 @@ def _objective(
 
 
 def _sums(loss: Tensor, targets: Tensor) -> Tensor:
-    return torch.stack([loss.detach(), (targets != IGNORE_INDEX).sum(dtype=torch.float32)])
+    return torch.stack([loss.detach(), (true_targets(targets) != IGNORE_INDEX).sum(dtype=torch.float32)])
 
 
 def _with_reference(state: TrainState, batch: DeviceBatch) -> Iterator[Pairs | None]:

@@ -14,7 +14,7 @@ from nxtrain.backends.torch_kernels import constant_means
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.kernels import AdamStep, Kernels, MeanDecay, RoundingKey
 from nxtrain.common.mesh import Mesh
-from nxtrain.common.vocab import IGNORE_INDEX, VocabColumns
+from nxtrain.common.vocab import IGNORE_INDEX, PROBABILITY_UNITS, VocabColumns
 from tests.support.contract import (
     BOUNDS,
     CONTIGUOUS,
@@ -166,12 +166,16 @@ def cross_entropy(kernels: Kernels, rng: Random) -> Update:
     """Losses of tokens over columns that are all of the vocabulary, and the gradient of the logits."""
     rows, vocab, needs_grad = rng.choice((1, 5)), rng.choice((2, 5, 40)), rng.random() < 0.8
     padded, z_loss = rng.choice((0, 0, 1, vocab - 1)), rng.choice((0.0, 0.0, 0.1))
-    axis = Mesh.build(1, 0).tp
+    axis, num_ids = Mesh.build(1, 0).tp, rng.choice((1, 1, 2, 4))
     results: list[tuple[Tensor, Tensor | None]] = []
 
     def targets(generator: torch.Generator, shape: Shape) -> Tensor:
-        drawn = torch.randint(vocab - padded, shape, generator=generator)
-        return torch.where(torch.rand(shape, generator=generator) < 0.3, IGNORE_INDEX, drawn)
+        drawn = torch.randint(vocab - padded, (rows, num_ids), generator=generator)
+        drawn[torch.rand(rows, generator=generator) < 0.3, 0] = IGNORE_INDEX
+        if num_ids == 1:
+            return drawn[:, 0]
+        shares = torch.rand(drawn.shape, generator=generator).softmax(1)[:, 1:].mul(PROBABILITY_UNITS).long()
+        return torch.cat([drawn, PROBABILITY_UNITS - shares.sum(1, keepdim=True), shares], dim=1)
 
     def call(logits: Tensor, target: Tensor) -> None:
         padding = torch.zeros(vocab).index_fill(0, torch.arange(vocab - padded, vocab), float("-inf"))
@@ -188,10 +192,17 @@ def cross_entropy(kernels: Kernels, rng: Random) -> Update:
         logits = before["logits"].double()
         exact = logits.clone().requires_grad_()
         kept = exact[:, : vocab - padded]
-        wanted = F.cross_entropy(kept, before["target"], ignore_index=IGNORE_INDEX, reduction="none")
+        given = before["target"]
+        counts = (given if num_ids == 1 else given[:, 0]) != IGNORE_INDEX
+        if num_ids == 1:
+            wanted = F.cross_entropy(kept, given, ignore_index=IGNORE_INDEX, reduction="none")
+        else:
+            ids, units = given.chunk(2, dim=1)
+            dense = torch.zeros_like(kept).scatter_add(1, ids.clamp(min=0), units.double() / PROBABILITY_UNITS)
+            wanted = F.cross_entropy(kept, dense, reduction="none") * counts
         losses, grad = results[-1]
         if z_loss:
-            added = z_loss * (kept.logsumexp(dim=1) * (before["target"] != IGNORE_INDEX)).square()
+            added = z_loss * (kept.logsumexp(dim=1) * counts).square()
             compare("the z-loss", losses[1], added, torch.float32)
             compare("the losses", losses[0], wanted, torch.float32)
             wanted = wanted + added
@@ -204,10 +215,10 @@ def cross_entropy(kernels: Kernels, rng: Random) -> Update:
             compare("the gradient", grad, wanted_grad, grad.dtype)
 
     label = f"cross_entropy of {type(kernels).__name__} on {rows} rows, {vocab} columns, {padded} padded, {needs_grad}"
-    label += f", z-loss {z_loss}"
+    label += f", z-loss {z_loss}, {num_ids} ids of a token"
     operands = {
         "logits": Operand((rows, vocab), forms=CONTIGUOUS, written=True),
-        "target": Operand((rows,), targets, has_gradient=False),
+        "target": Operand((rows,) if num_ids == 1 else (rows, 2 * num_ids), targets, has_gradient=False),
     }
     return Update(label, operands, call, check)
 

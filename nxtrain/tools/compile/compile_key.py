@@ -60,7 +60,7 @@ def build_of(plan: Resolved, world: int, environ: Mapping[str, str], compiler: s
         settings[key] = "never"
         if given[key]:
             settings[key] = "set"
-    for key in ("data.doc_mask", "model.fused_qkv", "model.fused_gate_up"):
+    for key in ("data.doc_mask", "data.teacher_k", "model.fused_qkv", "model.fused_gate_up"):
         settings[key] = given[key]
     for key, value in plan.model.model_dump(mode="json").items():
         settings[f"model.config.{key}"] = value

@@ -50,7 +50,9 @@ def graphs(
         BackendError: torch-xla is not installed, the run refuses its layers, or the process that traces failed.
     """
     irrelevant: tuple[str, ...] = IRRELEVANT
-    if load(config, overrides).config.finetune.compares:  # pairs need one prepared corpus, which need not be there yet
+    given_first = load(config, overrides).config
+    # Pairs need one prepared corpus, and a teacher needs rows; neither need be there yet.
+    if given_first.finetune.compares or given_first.data.teacher:
         irrelevant = tuple(line for line in IRRELEVANT if not line.startswith("data."))
     given = load(config, [*overrides, *irrelevant])
     resolve_config(given, world, backend_of(given.config))

@@ -1,0 +1,75 @@
+"""Most likely tokens of a model after each token of rows, written for runs with `data.teacher`."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nxtrain.backends import choose, open_backend
+from nxtrain.backends.base import Backend
+from nxtrain.common.errors import ConfigError
+from nxtrain.common.io.object_store import location_of
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.process.progress import Progress
+from nxtrain.common.vocab import PROBABILITY_UNITS
+from nxtrain.data.samples import FileSamples, header
+from nxtrain.data.storage import open_file, replacing
+from nxtrain.tools.eval.trained import Trained
+
+
+def teach(address: str, rows: str, out: Path, k: int) -> None:
+    """Write the tokens of a teacher; every rank of a tensor parallel world calls this.
+
+    Args:
+        address: Teacher: a checkpoint, a run folder, a mirror or its address, or a Hugging Face folder.
+        rows: .npy of ids, (rows, S + 1).
+        out: .npy of `nxtrain.data.teacher`.
+        k: Tokens for each target.
+    """
+    model = Trained.find(address)
+    vocab_size = model.config.vocab_size
+    if k > vocab_size:
+        raise ConfigError(f"--k {k} exceeds the {vocab_size} tokens of the vocabulary; use {vocab_size} or less")
+    file = open_file(location_of(rows), None)
+    _, shape, _ = header(file)
+    samples = FileSamples(file, seq_len=shape[-1] - 1, vocab_size=vocab_size)
+    backend = open_backend(choose("auto")[0])
+    try:
+        _write(backend, model, samples, out, k)
+    finally:
+        backend.close()
+
+
+def _write(backend: Backend, model: Trained, samples: FileSamples, out: Path, k: int) -> None:
+    mesh = Mesh.build(backend.world, backend.rank, tp=backend.world)
+    backend.lay_out(mesh)
+    lm = model.open(backend, samples.seq_len, mesh)
+    shape = (samples.num_rows, 2 * k * samples.seq_len)
+    kept = replacing(out) if backend.rank == 0 else nullcontext()
+    with kept as draft, Progress(f"{model.location} reads rows", samples.num_rows) as progress:
+        if draft is not None:
+            description: dict[str, Any] = {"descr": "<i4", "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(draft, description)
+        for row in range(samples.num_rows):
+            ids = samples.rows(np.array([row]))[:, :-1]
+            with torch.no_grad():
+                likeliest = _likeliest(lm.logits(backend.put(torch.from_numpy(ids.copy())))[0], k)
+            if draft is not None:
+                draft.write(likeliest.tobytes())
+            progress.show(row + 1)
+
+
+def _likeliest(logits: Tensor, k: int) -> NDArray[np.int32]:
+    """Row of a teacher's file: (S, V) logits to (2K, S)."""
+    top, ids = logits.float().topk(k, dim=-1)
+    probabilities = (top - logits.float().logsumexp(-1, keepdim=True)).exp()
+    units = (probabilities * PROBABILITY_UNITS).round().to(torch.int32)
+    both = torch.cat([ids.to(torch.int32), units], dim=-1).t().contiguous()
+    result: NDArray[np.int32] = both.cpu().numpy().astype("<i4")
+    return result

@@ -1,0 +1,65 @@
+"""Tokens of a teacher: written by the command as transformers ranks them, trained on, and resumed in the middle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nxtrain.common.vocab import PROBABILITY_UNITS
+from nxtrain.config.check import Resolved
+from tests.support.commands import in_process, output_of
+from tests.support.ranks import RankPool
+from tests.support.runs import SEQ_LEN, assert_equal_bits, course, records, run_plan, state_at, train_rank
+
+ROWS, K, STEPS = 8, 4, 6
+
+
+def taught(folder: Path, hf: Path) -> tuple[Path, Path]:
+    """Rows, and the file that the command writes for them."""
+    rows, out = folder / "rows.npy", folder / "taught.npy"
+    np.save(rows, np.random.default_rng(0).integers(0, 300, (ROWS, SEQ_LEN + 1)))
+    output_of("data", "teach", hf, "--rows", rows, "--out", out, "--k", K)
+    return rows, out
+
+
+def test_the_command_writes_the_likeliest_tokens_of_transformers(hf: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    rows, out = taught(tmp_path, hf)
+    ids, units = np.load(out).reshape(ROWS, 2, K, SEQ_LEN).transpose(1, 0, 3, 2)
+    model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(np.load(rows)[:, :-1])).logits
+    top, wanted = logits.softmax(-1).topk(K)
+    assert (ids == wanted.numpy()).mean() > 0.99, "but for ties"
+    torch.testing.assert_close(torch.from_numpy(units / PROBABILITY_UNITS), top.double(), rtol=1e-4, atol=1e-6)
+    code, _, errors = in_process("data", "teach", hf, "--rows", rows, "--out", out, "--k", 301)
+    assert code == 2 and "--k 301 exceeds the 300 tokens" in errors
+
+
+def test_a_run_on_a_teacher_learns_it_and_is_resumed_with_the_same_bits(
+    ranks: RankPool, hf: Path, tmp_path: Path
+) -> None:
+    rows, out = taught(tmp_path, hf)
+
+    def planned(folder: str, steps: int, weight: float = 1.0) -> Resolved:
+        data = {"source": "tokens", "path": str(rows), "teacher": str(out), "teacher_k": K, "teacher_weight": weight}
+        shape = {"config": {"vocab_size": 300}}
+        checkpoint = {"every": 1, "async": False}
+        tables: dict[str, Any] = {"model": shape, "checkpoint": checkpoint, "optim": {"schedule": "constant"}}
+        return run_plan(tmp_path / folder, data, steps=steps, **tables)
+
+    straight = planned("straight", STEPS)
+    ranks.run(1, train_rank, straight)
+    for steps in (2, STEPS):
+        ranks.run(1, train_rank, planned("parts", steps))
+    assert course(tmp_path / "parts") == course(tmp_path / "straight")
+    runs = [tmp_path / name for name in ("parts", "straight")]
+    assert_equal_bits(*(ranks.run(1, state_at, run, STEPS, straight)[0] for run in runs))
+    losses = [record["loss"] for record in records(tmp_path / "straight")]
+    assert losses[-1] < losses[0]
+    ranks.run(1, train_rank, planned("mixed", 1, weight=0.5))
+    assert records(tmp_path / "mixed")[0]["loss"] != losses[0]
