@@ -34,7 +34,7 @@ def planned(shape: str, **how: Any) -> Resolved:
 
 def data_of(resolved: Resolved) -> list[tuple[Tensor, Tensor]]:
     pairs = [(batch[:, :-1], batch[:, 1:]) for batch in batches(resolved, STEPS)]
-    return taught_pairs(pairs, k=K, vocab_size=resolved.dimensions.vocab_size, weight=WEIGHT)
+    return taught_pairs(pairs, k=K, vocab_size=resolved.dimensions.vocab_size, weight=WEIGHT, masked=0.2)
 
 
 @cache

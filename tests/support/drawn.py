@@ -27,6 +27,7 @@ from tests.support.drawn_ramps import END_ID, draw_ramps, num_steps, sizes
 from tests.support.layouts import FULLY_SHARDED, ONE, Degrees
 from tests.support.models import MIXTURES, SCALING_TYPES, WITH_EXPERTS, draw_experts, draw_scaling
 from tests.support.rule_schedules import draw_rule
+from tests.support.teacher import taught_pairs
 
 SEED = int(os.environ.get("NXTRAIN_FUZZ_SEED", "1"))
 """Seed of the drawn tests; the variable runs them on others."""
@@ -43,6 +44,7 @@ STEPS = (2, 4)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Families of the drawn models, in turn."""
 
+WITH_TEACHER = ("gloo", "cp", "xla", "xla-cp", "mixtures")
 WITH_Z_LOSS = ("gloo", "cp", "process", "xla", "xla-cp", "command", "command-cp", "ramps")
 """Lanes whose reference is of cross entropies alone, to which the z-loss may add."""
 
@@ -82,13 +84,18 @@ class Drawn:
     def batches(self) -> list[tuple[Tensor, Tensor]]:
         """Inputs and targets of each step's global batch: (global_batch, seq_len) int64 each.
 
-        Under a ramp of the sequence length, a row is as many rows of inputs and targets as it has sequences.
+        Under a ramp of the sequence length, a row is as many rows of inputs and targets as it has sequences. In some
+        runs targets have the tokens of a teacher.
         """
         lengths = [length for _, length in sizes(self.resolved.config.train, self.steps)]
-        return [
+        pairs = [
             (rows[:, :-1].reshape(-1, length), targets.reshape(-1, length))
             for (rows, targets), length in zip(self._drawn_rows(), lengths, strict=True)
         ]
+        rng, vocab_size = Random(f"teacher/{self.lane}/{self.seed}/{self.index}"), self.resolved.model.vocab_size
+        if self.lane not in WITH_TEACHER or rng.random() < 0.7:
+            return pairs
+        return taught_pairs(pairs, k=min(vocab_size, rng.randint(1, 9)), vocab_size=vocab_size, weight=rng.random())
 
     def _drawn_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Ids and targets of each step's global batch: (global_batch, seq_len + 1) and (global_batch, seq_len)."""

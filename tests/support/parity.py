@@ -17,7 +17,7 @@ from nxtrain.backends.torch_kernels import PlainKernels
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout, ParamTable
-from nxtrain.common.vocab import IGNORE_INDEX
+from nxtrain.common.vocab import IGNORE_INDEX, true_targets
 from nxtrain.config.check import Resolved
 from nxtrain.optim.adamw import AdamW
 from nxtrain.train.build import build_mesh, build_meta, build_state, mesh_of
@@ -26,6 +26,7 @@ from nxtrain.train.step import TrainState, train_step
 from tests.support.adamw import wide_newton_schulz
 from tests.support.models import hf_model, hf_tensors, our_model, plan, tokens
 from tests.support.rule_schedules import follow_by_hand
+from tests.support.teacher import entropy_sum
 
 LR = 3e-3
 OPTIM: dict[str, Any] = {"lr": LR, "weight_decay": 0.1, "clip": 0.5, "eps": 1e-5, "betas": (0.9, 0.95)}
@@ -86,8 +87,9 @@ def reference(
         else:
             inputs, targets = batches_[step]
             logits = model(input_ids=inputs).logits.double()
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX)
-            z_loss = resolved.config.train.z_loss * logits[targets != IGNORE_INDEX].logsumexp(-1).square().mean()
+            counted = logits[true_targets(targets) != IGNORE_INDEX]
+            loss = entropy_sum(logits, targets) / len(counted)
+            z_loss = resolved.config.train.z_loss * counted.logsumexp(-1).square().mean()
             (loss + z_loss).backward()
             return loss
         loss.backward()
@@ -117,7 +119,7 @@ def _backward_of_mixture(model: torch.nn.Module, resolved: Resolved, inputs: Ten
     and weigh as many as its targets that count.
     """
     config, dp = resolved.config, max(1, resolved.config.parallel.dp)
-    count = (targets != IGNORE_INDEX).sum()
+    count = (true_targets(targets) != IGNORE_INDEX).sum()
     total = torch.zeros((), dtype=torch.float64)
     rows = torch.arange(len(inputs)).view(dp, -1, config.train.micro_batch)
     mixture = resolved.dimensions.mixture
@@ -125,12 +127,10 @@ def _backward_of_mixture(model: torch.nn.Module, resolved: Resolved, inputs: Ten
     for micro in rows.unbind(1):
         own = micro.flatten()
         result = model(input_ids=inputs[own], output_router_logits=True)
-        loss = torch.nn.functional.cross_entropy(
-            result.logits.double().flatten(0, 1), targets[own].flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-        )
+        loss = entropy_sum(result.logits.double(), targets[own])
         squares = torch.cat(result.router_logits).double().logsumexp(-1).square().mean()
         others = mixture.aux_loss_coef * result.aux_loss + config.model.moe_z_loss * squares
-        ((loss + others * (targets[own] != IGNORE_INDEX).sum()) / count).backward()
+        ((loss + others * (true_targets(targets[own]) != IGNORE_INDEX).sum()) / count).backward()
         total += loss.detach()
     return total / count
 

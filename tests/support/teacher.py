@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nxtrain.common.vocab import IGNORE_INDEX, PROBABILITY_UNITS
+from nxtrain.common.vocab import IGNORE_INDEX, PROBABILITY_UNITS, true_targets
 from nxtrain.data.teacher import mixed
 
 
@@ -26,9 +27,9 @@ def drawn_tokens(
 
 
 def taught_pairs(
-    pairs: Sequence[tuple[Tensor, Tensor]], *, k: int, vocab_size: int, weight: float, masked: float = 0.2
+    pairs: Sequence[tuple[Tensor, Tensor]], *, k: int, vocab_size: int, weight: float, masked: float = 0.0
 ) -> list[tuple[Tensor, Tensor]]:
-    """Inputs and targets with the tokens of a teacher, (n, 2R, S), of which a share does not count."""
+    """Inputs and targets with the tokens of a teacher, (n, 2R, S), of which a share does not count as well."""
     rng = np.random.default_rng(k)
     results = []
     for inputs, targets in pairs:
@@ -36,6 +37,16 @@ def taught_pairs(
         ids, units = drawn_tokens(rng, len(own), k, own.shape[1], vocab_size)
         results.append((inputs, torch.from_numpy(mixed(own, ids, units, weight))))
     return results
+
+
+def entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of torch's cross entropies of (n, S, V) logits, to targets or to whole distributions of (n, 2R, S)."""
+    own = true_targets(targets)
+    if targets is own:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    ids, units = targets.movedim(1, -1).chunk(2, dim=-1)
+    dense = torch.zeros_like(logits).scatter_add(-1, ids.clamp(min=0), units.to(logits.dtype) / PROBABILITY_UNITS)
+    return F.cross_entropy(logits.movedim(-1, 1), dense.movedim(-1, 1), reduction="none")[own != IGNORE_INDEX].sum()
 
 
 def dense_loss(pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[torch.nn.Module, int], Tensor]:
@@ -47,7 +58,7 @@ def dense_loss(pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[torch.nn.Mod
         ids, units = targets.movedim(1, -1).chunk(2, dim=-1)
         counts = ids[..., 0] != IGNORE_INDEX
         dense = torch.zeros_like(log_q).scatter_add(-1, ids.clamp(min=0), units.double() / PROBABILITY_UNITS)
-        divergence = torch.nn.functional.kl_div(log_q, dense, reduction="none").sum(-1)
+        divergence = F.kl_div(log_q, dense, reduction="none").sum(-1)
         entropy = -torch.xlogy(dense, dense).sum(-1)
         return (divergence + entropy)[counts].mean()
 
