@@ -8,8 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from nxtrain.backends.base import Backend
 from nxtrain.common.vocab import PROBABILITY_UNITS
 from nxtrain.config.check import Resolved
+from nxtrain.data.samples import FileSamples
+from nxtrain.data.storage import LocalFile
+from nxtrain.tools.eval.teach import teach_on
+from nxtrain.tools.eval.trained import Trained
 from tests.support.commands import in_process, output_of
 from tests.support.ranks import RankPool
 from tests.support.runs import SEQ_LEN, assert_equal_bits, course, records, run_plan, state_at, train_rank
@@ -38,6 +43,19 @@ def test_the_command_writes_the_likeliest_tokens_of_transformers(hf: Path, tmp_p
     torch.testing.assert_close(torch.from_numpy(units / PROBABILITY_UNITS), top.double(), rtol=1e-4, atol=1e-6)
     code, _, errors = in_process("data", "teach", hf, "--rows", rows, "--out", out, "--k", 301)
     assert code == 2 and "--k 301 exceeds the 300 tokens" in errors
+
+
+def taught_by_ranks(backend: Backend, hf: Path, rows: Path, out: Path) -> None:
+    samples = FileSamples(LocalFile(rows), seq_len=SEQ_LEN, vocab_size=300)
+    teach_on(backend, Trained.find(str(hf)), samples, out, K)
+
+
+def test_ranks_that_share_the_teacher_write_the_same_tokens(ranks: RankPool, hf: Path, tmp_path: Path) -> None:
+    rows, out = taught(tmp_path, hf)
+    ranks.run(2, taught_by_ranks, hf, rows, tmp_path / "shared.npy")
+    of_one, of_two = (np.load(path).reshape(ROWS, 2, -1) for path in (out, tmp_path / "shared.npy"))
+    assert (of_one[:, 0] == of_two[:, 0]).mean() > 0.99, "but for ties"
+    assert np.abs(of_one[:, 1] - of_two[:, 1]).max() < 1e-5 * PROBABILITY_UNITS
 
 
 def test_a_run_on_a_teacher_learns_it_and_is_resumed_with_the_same_bits(

@@ -16,6 +16,7 @@ from nxtrain.backends.base import Backend
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.io.object_store import location_of
 from nxtrain.common.mesh import Mesh
+from nxtrain.common.process.console import standard_error
 from nxtrain.common.process.progress import Progress
 from nxtrain.common.vocab import PROBABILITY_UNITS
 from nxtrain.data.samples import FileSamples, header
@@ -41,18 +42,20 @@ def teach(address: str, rows: str, out: Path, k: int) -> None:
     samples = FileSamples(file, seq_len=shape[-1] - 1, vocab_size=vocab_size)
     backend = open_backend(choose("auto")[0])
     try:
-        _write(backend, model, samples, out, k)
+        teach_on(backend, model, samples, out, k)
     finally:
         backend.close()
 
 
-def _write(backend: Backend, model: Trained, samples: FileSamples, out: Path, k: int) -> None:
+def teach_on(backend: Backend, model: Trained, samples: FileSamples, out: Path, k: int) -> None:
+    """Write the tokens of a teacher on an open backend, whose ranks share the model by tensor parallelism."""
     mesh = Mesh.build(backend.world, backend.rank, tp=backend.world)
     backend.lay_out(mesh)
     lm = model.open(backend, samples.seq_len, mesh)
     shape = (samples.num_rows, 2 * k * samples.seq_len)
     kept = replacing(out) if backend.rank == 0 else nullcontext()
-    with kept as draft, Progress(f"{model.location} reads rows", samples.num_rows) as progress:
+    console = standard_error(quiet=backend.rank > 0)
+    with kept as draft, Progress(f"{model.location} reads rows", samples.num_rows, console=console) as progress:
         if draft is not None:
             description: dict[str, Any] = {"descr": "<i4", "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(draft, description)
