@@ -144,8 +144,8 @@ class CudaKernels(FusedKernels):
     def cross_entropy(
         self, logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool, z_loss: float = 0.0
     ) -> tuple[Tensor, Tensor | None]:
-        # In a graph a mask costs no memory, and the compiler has no kernel that both scatters and multiplies. Tokens of a
-        # teacher would be many masks.
+        # In a graph a mask costs no memory, and the compiler has no kernel that both scatters and multiplies. The
+        # tokens of a teacher would be as many masks.
         by_mask = torch.compiler.is_compiling() and targets.dim() == 1
         entropy = masked_cross_entropy if by_mask else cross_entropy
         return entropy(logits, targets, columns, needs_grad=needs_grad, z_loss=z_loss)

@@ -142,8 +142,8 @@ def refuse_incomplete(statistics: dict[str, Any]) -> None:
     path, skipped = statistics["path"], statistics["skipped"]
     if DAMAGED in skipped:
         raise DataError(
-            f"{path} is {DAMAGED}: {skipped[DAMAGED]:,} parts of it cannot be read, and the statistics are those of the "
-            "rest; copy or download the file again"
+            f"{path} is {DAMAGED}: {skipped[DAMAGED]:,} parts of it cannot be read, and the statistics are those of "
+            "the rest; copy or download the file again"
         )
     if not statistics["documents"]:
         reasons = ", ".join(f"{reason} {number:,}" for reason, number in skipped.items()) or "all rows are empty"

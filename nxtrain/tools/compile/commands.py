@@ -209,7 +209,8 @@ def _explained(cache: CacheLocation) -> Iterator[None]:
         yield
     except OSError as error:
         raise BackendError(
-            f"{cache}: {error.strerror}: {error.filename}; entries that were not finished are left out, and no entry is damaged"
+            f"{cache}: {error.strerror}: {error.filename}; entries that were not finished are left out, and no "
+            "entry is damaged"
         ) from error
 
 
