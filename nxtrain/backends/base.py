@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from nxtrain.backends.attention_choice import AttentionChoice, AttentionShape, choose_torch
 from nxtrain.backends.diagnostics import Diagnostics
+from nxtrain.backends.expert_choice import ExpertShape
 from nxtrain.backends.rank_group import RankGroup
 from nxtrain.common.distributed.collectives import Collectives, Pending
 from nxtrain.common.errors import ConfigError, Problem
@@ -136,6 +137,7 @@ class Backend(RankGroup):
         binding: Binding to a vendor's library.
         diagnostics: Measurements of the device.
         float8: Products in float8, in words; empty: there are none.
+        experts: Products of experts, in words; empty: there is no choice.
         attention: Chosen implementation of attention; None: the device has one only, or none is chosen yet.
         compiler_options: Options of `torch.compile` for `compiler`; None: its defaults.
     """
@@ -150,6 +152,7 @@ class Backend(RankGroup):
     binding: Binding = Binding()
     diagnostics: Diagnostics = Diagnostics()
     float8: str = ""
+    experts: str = ""
     attention: AttentionChoice | None = None
     compiler_options: dict[str, Any] | None = None
 
@@ -201,6 +204,21 @@ class Backend(RankGroup):
         """
         self.attention = choose_torch(self.name, wanted, shape)
 
+    def choose_experts(self, wanted: str, shape: ExpertShape | None) -> None:
+        """Choose the products of experts; called once, before a model is built.
+
+        Args:
+            wanted: `auto`, `blockwise` or `plain`.
+            shape: Shape of the experts; None: the model has none.
+
+        Raises:
+            ConfigError: The wanted products cannot be had.
+        """
+        del shape
+        if wanted == "blockwise":
+            reason = f"blockwise, but backend.name={self.name} has no kernel of all experts"
+            raise ConfigError([Problem("backend.experts", reason, hint="use auto")])
+
     def choose_rounding(self, update: str, wanted: str) -> None:
         """Choose the random bits of stochastic rounding; called once, before a model is built.
 
@@ -241,7 +259,7 @@ class Backend(RankGroup):
     def notes(self) -> tuple[str, ...]:
         """Lines for people about this backend's choices for the run, each with its reason."""
         attention = "" if self.attention is None else str(self.attention)
-        return tuple(filter(None, (attention, self.float8)))
+        return tuple(filter(None, (attention, self.experts, self.float8)))
 
     def close(self) -> None:
         """Leave the process group and free the device."""

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from nxtrain.common.blockwise import BlockwiseKernel
     from nxtrain.common.vocab import VocabColumns
-
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -36,8 +36,8 @@ class AdamStep:
         lr: () float32, on the device, so that a new value needs no new graph.
         step: () float32, on the device, updates done including this one.
         grad_scale: () float32, on the device, multiplies every gradient.
-        betas, eps, weight_decay: As in Loshchilov and Hutter 2019 (arXiv:1711.05101), decay decoupled. A weight decay
-            that changes is () float32, on the device.
+        betas, eps: As in Loshchilov and Hutter 2019 (arXiv:1711.05101), with a decoupled weight decay.
+        weight_decay: If it changes, () float32, on the device.
         skip: () bool, on the device, keeps every tensor unchanged, bit for bit; None: never.
         means: Weights of both running means, in place of `betas` that change; None: `betas` are those of all updates.
     """
@@ -202,10 +202,10 @@ class Kernels(ABC):
         sums_lists: `square_sums` takes few launches for many tensors, and adds up short sums.
         makes_zeros: Zeros that the device makes have memory of their own, and are not constants of a graph.
         adds_products: `add_product` needs no memory for the product.
-        rounds: The device rounds every cast from float32 to bfloat16 at random, with its own random stream. Ranks that
-            compute the same values then get different results wherever their streams differ.
+        rounds: The device rounds casts from float32 to bfloat16 at random. Ranks may round equal values differently.
         rounds_on_host: `stochastic_round` leaves the device, so that no graph can contain it.
         static_shapes: The device compiles each shape anew, so that no shape should depend on data.
+        blockwise: Kernel of all experts of a rank; None: their products are operations of their own.
     """
 
     host_may_look: bool = False
@@ -215,6 +215,7 @@ class Kernels(ABC):
     rounds: bool = False
     rounds_on_host: bool = False
     static_shapes: bool = False
+    blockwise: BlockwiseKernel | None = None
 
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -328,6 +328,9 @@ class BackendConfig(Section):
     attention: Literal["auto", "sdpa", "cudnn", "flash", "flash3", "flash4", "flex", "plain"] = "auto"
     """Kernel of attention; auto says why which. Neuron devices have plain and flash, cuda has all, others have plain.
     plain are elementary operations; sdpa leaves the choice to torch."""
+    experts: Literal["auto", "blockwise", "plain"] = "auto"
+    """Experts on neuron: blockwise are kernels of the NKI Library, for dropless experts, plain are products of blocks;
+    auto takes the kernels where they can run, and says why or why not. Other devices have plain ones."""
     deterministic: bool = False
     """On cuda, equal bits each time that a step is repeated, by slower kernels; cpu has equal bits in any case."""
     rounding: Literal["auto", "software", "hardware"] = "auto"

@@ -9,11 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nxtrain.backends.attention_choice import AttentionChoice, AttentionShape, choose_torch
+from nxtrain.backends.expert_choice import ExpertChoice, ExpertShape
 from nxtrain.backends.neuron import torchneuron, torchneuron_names
 from nxtrain.backends.neuron.attention import choose
+from nxtrain.backends.neuron.experts import choose_experts
 from nxtrain.backends.neuron.hardware import FIRST_GENERATION, INSTANCES, this_machine
 from nxtrain.backends.neuron.native_attention import SWITCH, choose_native
 from nxtrain.backends.neuron.sdk import RECOMMENDED, Package, SdkVersion, detect, installed, support
+from nxtrain.common.dimensions import Dimensions
 from nxtrain.common.errors import BackendError, ConfigError, Problem
 from nxtrain.common.family import ModelConfig, ModelFamily
 from nxtrain.common.machines import Machine
@@ -209,9 +212,23 @@ def announced_attention(config: RunConfig, backend: str, environ: Mapping[str, s
     return choose_torch(backend, wanted, shape)
 
 
+def experts_of(config: RunConfig, instance: Machine | None, sdk: SdkVersion | None) -> ExpertChoice | None:
+    """Products of experts that ranks on an instance choose; None: the model has no experts, or is wrong."""
+    dimensions = _dimensions_of(config)
+    shape = None if dimensions is None else ExpertShape.of(config, dimensions)
+    if shape is None:
+        return None
+    return choose_experts(config.backend.experts, shape, instance, sdk)
+
+
 def _shape_of(config: RunConfig) -> AttentionShape | None:
+    dimensions = _dimensions_of(config)
+    return None if dimensions is None else AttentionShape.of(config, dimensions)
+
+
+def _dimensions_of(config: RunConfig) -> Dimensions | None:
     try:
-        return AttentionShape.of(config, family_of(config).dimensions(resolve_model(config)))
+        return family_of(config).dimensions(resolve_model(config))
     except ConfigError:  # the check of the configuration reports errors of the model
         return None
 

@@ -14,7 +14,9 @@ import math
 import torch
 from torch import Tensor
 
+from nxtrain.common.blockwise import BlockwiseKernel
 from nxtrain.common.kernels import Kernels, RowGroups
+from nxtrain.parallel.blockwise_experts import by_kernel
 from nxtrain.parallel.expert_parallel import ExpertParallel
 from nxtrain.parallel.expert_products import ExpertMatrices
 from nxtrain.parallel.slot_rows import SlotRows, block_rows, sorted_rows
@@ -77,7 +79,7 @@ def dispatch(  # 8 arguments: tokens, their routing, the experts, the limit of a
     return rows.collect(exchange.give_back(experts.of_groups(own, scale, exchange.groups, kernels)))
 
 
-def static_dispatch(  # 7 arguments: as `dispatch`
+def static_dispatch(  # 8 arguments: as `dispatch`
     x: Tensor,
     weights: Tensor,
     indices: Tensor,
@@ -85,21 +87,29 @@ def static_dispatch(  # 7 arguments: as `dispatch`
     num_experts: int,
     capacity: int | None = None,
     expert_parallel: ExpertParallel | None = None,
+    kernel: BlockwiseKernel | None = None,
 ) -> Tensor:
     """The same as `dispatch`, by operations whose shapes depend on no routing.
 
     Between ranks only blocks of equal size are exchanged. Without a capacity, every rank gets the tokens of all ranks,
-    and has rows for the routing that gives its experts the most of them.
+    and has rows for the routing that gives its experts the most of them. A kernel of the device computes blocks of
+    matrices alone, without a capacity.
     """
+    has_kernel = kernel is not None and capacity is None and experts.is_plain
     if expert_parallel is None:
+        if kernel is not None and has_kernel:
+            return by_kernel(x, weights, indices, experts, indices.numel(), kernel)
         return _of_blocks(x, weights, *block_rows(indices, num_experts, capacity), experts)
     num_own = experts.number
     if capacity is None:
         x, weights, indices = expert_parallel.send_tokens(x, weights, indices, num_own)
         most_of_token = min(indices.shape[1], num_own)
+        most_slots = x.shape[0] * most_of_token
+        if kernel is not None and has_kernel:
+            return expert_parallel.sum_tokens(by_kernel(x, weights, indices, experts, most_slots, kernel))
         # A block for each expert has room for every token, and copies no matrices. More experts take too many rows.
         capacity = x.shape[0] if num_own <= EVEN_ROWS * most_of_token else None
-        grouped = block_rows(indices, num_own, capacity, most_slots=x.shape[0] * most_of_token)
+        grouped = block_rows(indices, num_own, capacity, most_slots=most_slots)
         return expert_parallel.sum_tokens(_of_blocks(x, weights, *grouped, experts))
     rows, _, num_blocks = block_rows(indices, num_experts, capacity)
     blocks = expert_parallel.send_blocks(rows.spread(x).unflatten(0, (num_blocks, -1)))

@@ -109,7 +109,8 @@ class Experts(nn.Module):
             grouping = tp.kernels.grouping(x.dtype, matrices.sizes)
             is_static = is_static or grouping.counted or self._expert_parallel is not None
         if is_static:
-            out = static_dispatch(*tokens, matrices, self._num_experts, capacity, self._expert_parallel)
+            kernel = tp.kernels.blockwise
+            out = static_dispatch(*tokens, matrices, self._num_experts, capacity, self._expert_parallel, kernel)
         else:
             out = dispatch(*tokens, matrices, self._num_experts, tp.kernels, capacity, self._expert_parallel)
         return tp.exit(out.unflatten(0, x.shape[:2])), dropped

@@ -154,7 +154,11 @@ def sorted_rows(
 
 
 def block_rows(
-    indices: Tensor, num_experts: int, capacity: int | None = None, most_slots: int | None = None
+    indices: Tensor,
+    num_experts: int,
+    capacity: int | None = None,
+    most_slots: int | None = None,
+    height: int | None = None,
 ) -> tuple[SlotRows, Tensor | None, int]:
     """Rows in blocks of equal size, each of one expert, by operations whose shapes depend on no routing.
 
@@ -162,6 +166,7 @@ def block_rows(
         indices, capacity: As for `sorted_rows`. With a capacity each expert has one block.
         most_slots: Most slots that have one of the experts; the others have the number `num_experts`, and no row.
             None: every slot has one.
+        height: Rows of a block without a capacity; None: those of an even load.
 
     Returns:
         The rows, the expert of each block, (number of blocks,) int64, or None for one block each, and the number of
@@ -174,7 +179,8 @@ def block_rows(
     if capacity is None:
         # Of the most uneven routing, each expert but one has a block with one row.
         most = num_slots if most_slots is None else most_slots
-        height = -(-most // num_experts)
+        if height is None:
+            height = -(-most // num_experts)
         used = min(num_experts, most)
         num_blocks = used + (most - used) // height
         lengths = (hits.sum(0) + (height - 1)) // height

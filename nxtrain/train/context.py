@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from nxtrain.backends.attention_choice import AttentionShape
 from nxtrain.backends.base import Backend
+from nxtrain.backends.expert_choice import ExpertShape
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.process.clock import Instant, now
@@ -72,6 +73,7 @@ class RunContext:
         mesh, config = mesh_of(plan, backend), plan.config
         placement = placement or Placement.read()
         backend.choose_attention(config.backend.attention, AttentionShape.of(config, plan.dimensions))
+        backend.choose_experts(config.backend.experts, ExpertShape.of(config, plan.dimensions))
         backend.choose_rounding(config.precision.update, config.backend.rounding)
         backend.choose_float8(config.precision.fp8, config.precision.params)
         if watchdog is not None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from nxtrain.backends.base import Backend
+from nxtrain.common.blockwise import BlockwiseKernel
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.distributed.collectives import Pending, RowCounts
 from nxtrain.common.family import BuildContext, ModelConfig, find_family
@@ -33,6 +34,7 @@ from tests.support.drawn import SEED, Drawn, draw, one_in
 from tests.support.drawn_runs import check_drawn, first_weights, ours, wanted
 from tests.support.layouts import covering_array
 from tests.support.models import hf_model, weights_of
+from tests.support.nki_blockwise import STAND_INS
 from tests.support.parity import (
     Course,
     Pairs,
@@ -345,38 +347,51 @@ def test_a_wrong_sum_of_experts_would_be_seen(ranks: RankPool, shard: str, defec
         assert (max(errors) < 1e-5) == (defect == "right"), errors
 
 
-def blocks_of_a_rank(backend: Backend, num_experts: int, indices: Tensor) -> list[Tensor]:
+def blocks_of_a_rank(
+    backend: Backend, num_experts: int, indices: Tensor, kernel: BlockwiseKernel | None
+) -> list[Tensor]:
     """Outputs and gradients of this rank's tokens and experts, by shapes that depend on no routing."""
     mesh = Mesh.build(backend.world, backend.rank, ep=backend.world)
     exchange = ExpertParallel(mesh.ep, backend.collectives)
     own, rank = exchange.own(num_experts), backend.rank
-    x, weights, gate_up, down, grad = operands_of(num_experts, *indices.shape)
+    x, weights, gate_up, down, grad = operands_of(num_experts, indices, kernel)
+    width = down.shape[1] // num_experts
     mine = [x.chunk(backend.world)[rank], weights.chunk(backend.world)[rank]]
-    mine += [gate_up[own.start * 6 : own.stop * 6], down[:, own.start * 3 : own.stop * 3]]
+    mine += [gate_up[own.start * 2 * width : own.stop * 2 * width]]
+    mine += [down[:, own.start * width : own.stop * width]]
     given = [tensor.clone().requires_grad_() for tensor in mine]
     numbers = indices.chunk(backend.world)[rank]
     matrices = ExpertMatrices(given[2], given[3], len(own))
-    out = static_dispatch(given[0], given[1], numbers, matrices, num_experts, None, exchange)
+    out = static_dispatch(given[0], given[1], numbers, matrices, num_experts, None, exchange, kernel)
     out.backward(grad.chunk(backend.world)[rank])
     return [out.detach(), *(tensor.grad for tensor in given if tensor.grad is not None)]
 
 
-def operands_of(num_experts: int, num_tokens: int, k: int) -> list[Tensor]:
-    shapes = ((num_tokens, 4), (num_tokens, k), (num_experts * 6, 4), (4, num_experts * 3), (num_tokens, 4))
-    return [torch.randn(shape, generator=torch.Generator().manual_seed(index)) for index, shape in enumerate(shapes)]
+def operands_of(num_experts: int, indices: Tensor, kernel: BlockwiseKernel | None) -> list[Tensor]:
+    """Tokens, weights, matrices and a gradient; the kernel takes no small sizes."""
+    size, width, scale = (4, 3, 1.0) if kernel is None else (512, 64, 0.05)
+    tokens, inputs = (len(indices), size), (num_experts * 2 * width, size)
+    shapes = (tokens, tuple(indices.shape), inputs, (size, num_experts * width), tokens)
+    generators = [torch.Generator().manual_seed(index) for index in range(len(shapes))]
+    drawn = [torch.randn(shape, generator=g) for shape, g in zip(shapes, generators, strict=True)]
+    return [x * scale if shape[0] > 2 * len(indices) else x for x, shape in zip(drawn, shapes, strict=True)]
 
 
-@pytest.mark.parametrize(("num_experts", "k"), [(4, 2), (16, 2), (16, 1)])
+@pytest.mark.parametrize(
+    ("num_experts", "k", "kernel"), [(4, 2, None), (16, 2, None), (16, 1, None), (4, 2, STAND_INS)]
+)
 @pytest.mark.parametrize("routing", ["drawn", "one rank's experts for all tokens"])
-def test_blocks_of_equal_size_hold_every_routing(ranks: RankPool, num_experts: int, k: int, routing: str) -> None:
+def test_blocks_of_equal_size_hold_every_routing(
+    ranks: RankPool, num_experts: int, k: int, kernel: BlockwiseKernel | None, routing: str
+) -> None:
     indices = torch.arange(k).repeat(10, 1)
     if routing == "drawn":
         indices = drawn_indices(Random(num_experts), 10, k, num_experts)
-    x, weights, gate_up, down, grad = operands_of(num_experts, *indices.shape)
+    x, weights, gate_up, down, grad = operands_of(num_experts, indices, kernel)
     given = [tensor.clone().requires_grad_() for tensor in (x, weights, gate_up, down)]
     out = exact_mixture(given[0], given[1], indices, given[2], given[3], num_experts)
     out.backward(grad)
-    actual = ranks.run(2, blocks_of_a_rank, num_experts, indices)
+    actual = ranks.run(2, blocks_of_a_rank, num_experts, indices, kernel)
     wanted = [out.detach(), *(tensor.grad for tensor in given if tensor.grad is not None)]
     for index, want in enumerate(wanted):
         whole = torch.cat([of_rank[index] for of_rank in actual], dim=1 if index == len(wanted) - 1 else 0)

@@ -10,9 +10,11 @@ from torch import Tensor
 from nxtrain.backends.attention_choice import AttentionShape
 from nxtrain.backends.base import DEFAULTS, BackendSettings, Support, fetched_names
 from nxtrain.backends.diagnostics import Diagnostics
-from nxtrain.backends.neuron import bounded, sdk
+from nxtrain.backends.expert_choice import ExpertShape
+from nxtrain.backends.neuron import blockwise, bounded, sdk
 from nxtrain.backends.neuron.attention import choose
 from nxtrain.backends.neuron.bounded import BoundedKernels
+from nxtrain.backends.neuron.experts import choose_experts
 from nxtrain.backends.neuron.flash import FlashFunction, flash_attention, load
 from nxtrain.backends.neuron.hardware import this_machine
 from nxtrain.backends.ranged_attention import RangedAttention, whole_rows
@@ -146,6 +148,14 @@ class NeuronBackend(XlaBackend):
         of_ranges = bounded.load(choice.lnc) if choice.kind == "bounded" else None
         self.kernels = NeuronKernels(rounds=self._rounds, flash=flash, bounded=of_ranges, lnc=choice.lnc)
         self.attention = choice
+
+    def choose_experts(self, wanted: str, shape: ExpertShape | None) -> None:
+        if shape is None:
+            return
+        choice = choose_experts(wanted, shape, this_machine(), sdk.detect())
+        if choice.kind == "blockwise":
+            self.kernels.blockwise = blockwise.load()
+        self.experts = str(choice)
 
     def notes(self) -> tuple[str, ...]:
         is_flash = self.attention is not None and self.attention.is_flash

@@ -11,15 +11,17 @@ from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.sdk import RECOMMENDED, RELEASES, Package, detect, installed, unverified_notes
 from nxtrain.common.machines import Machine
 from nxtrain.config.schema import ON_GPUS, RunConfig
-from nxtrain.launch.neuron import announced_attention, attention_of, machine_of
+from nxtrain.launch.neuron import announced_attention, attention_of, experts_of, machine_of
 
-TRACED = {"backend.name": "xla", "backend.layers": "native", "backend.attention": "plain"}
+TRACED = {"backend.name": "xla", "backend.layers": "native", "backend.attention": "plain", "backend.experts": "plain"}
 """Choices that can be traced on any machine, by key."""
 
 ASSUMED = INSTANCES["trn1.32xlarge"]
 """Machine of a run that names none, traced on a host that is not a machine of the table."""
 
 NXD = "neuronx-distributed"
+
+BY_COMPILER = "NKI kernels are traced by AWS's compiler alone"
 
 
 @dataclass(frozen=True)
@@ -100,9 +102,15 @@ def choose(config: RunConfig) -> Choices:
             distributed = Package(NXD, RELEASES[sdk].neuronx_distributed)
         layers = _layers(config, distributed, lacking, stand_ins, notes)
         attention = attention_of(config, instance, sdk, distributed)
+        experts = experts_of(config, instance, sdk)
+        if experts is not None and experts.kind == "blockwise":
+            reason = f"{experts.reason}, on {where}; {BY_COMPILER}"
+            stand_ins.append(StandIn("backend.experts", chosen.experts, experts.kind, reason))
+        elif experts is not None and chosen.experts == "auto":
+            notes.append(f"backend.experts=auto is {experts.kind} on {where}: {experts.reason}")
 
     if attention is not None and (attention.is_flash or attention.kind == "bounded"):
-        reason = f"{attention.kind} on {where}, by {attention.reason}; NKI kernels are traced by AWS's compiler alone"
+        reason = f"{attention.kind} on {where}, by {attention.reason}; {BY_COMPILER}"
         stand_ins.append(StandIn("backend.attention", chosen.attention, attention.kind, reason))
     elif attention is not None and chosen.attention == "auto":
         notes.append(f"backend.attention=auto is {attention.kind} on {where}: {attention.reason}")
