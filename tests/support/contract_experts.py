@@ -12,7 +12,8 @@ from torch import Tensor
 from nxtrain.common.distributed.collectives import RowCounts
 from nxtrain.common.kernels import Grouping, RowGroups
 from nxtrain.nn.balance import _WithGradientOf
-from nxtrain.parallel.expert_products import BlockProducts, ExpertProducts, GroupedProduct
+from nxtrain.parallel.blockwise_experts import by_kernel
+from nxtrain.parallel.expert_products import BlockProducts, ExpertMatrices, ExpertProducts, GroupedProduct
 from nxtrain.parallel.regions import _AllToAll
 from nxtrain.parallel.slot_rows import SlotRows, _Collect, _Spread, block_rows, sorted_rows
 from tests.support.contract import WHOLE, Operand, Shape, Work, drawn_kernels
@@ -25,6 +26,7 @@ from nxtrain.backends.cuda import CudaKernels
 from nxtrain.common.kernels import Kernels
 from tests.support.contract import BOUNDS, COLUMNS, CONTIGUOUS, FORMS, TRANSPOSED, Update
 from tests.support.contract_ranges import Values
+from tests.support.nki_blockwise import STAND_INS
 
 
 class GroupingKernels(CudaKernels):
@@ -179,6 +181,30 @@ def block_products(ranks: Ranks, rng: Random) -> Work:
         "owners": integers(owner),
     }
     return Work(f"BlockProducts of {owner.tolist()}, {height} rows each", operands, call, exact)
+
+
+def blockwise(ranks: Ranks, rng: Random) -> Work:
+    """Experts by a kernel of all of them, some of which may have no row."""
+    num, k, tokens = rng.choice((2, 3)), rng.choice((1, 2)), rng.choice((1, 5))
+    width, hidden = 64, 512
+    indices = drawn_indices(rng, tokens, k, num)
+
+    def call(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return by_kernel(x, weights, indices, ExpertMatrices(gate_up, down, num), indices.numel(), STAND_INS)
+
+    def exact(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return exact_mixture(x, weights, indices, gate_up, down, num)
+
+    def small(generator: torch.Generator, shape: Shape) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64) * 0.05
+
+    operands = {
+        "x": Operand((tokens, hidden)),
+        "weights": Operand((tokens, k), dtype=torch.float32),
+        "gate_up": Operand((num * 2 * width, hidden), small),
+        "down": Operand((hidden, num * width), small),
+    }
+    return Work(f"_Blockwise of {indices.tolist()}", operands, call, exact)
 
 
 def expert_products(ranks: Ranks, rng: Random) -> Work:

@@ -26,6 +26,7 @@ from nxtrain.common.vocab import IGNORE_INDEX, VocabColumns
 from nxtrain.config.finetune import BLOCK
 from nxtrain.nn.balance import _WithGradientOf
 from nxtrain.nn.quantized import _RestoredProduct
+from nxtrain.parallel.blockwise_experts import _Blockwise
 from nxtrain.parallel.chunks import _InChunks, _Saved, in_chunks
 from nxtrain.parallel.context_parallel import _Gather, _Ring
 from nxtrain.parallel.expert_products import BlockProducts, ExpertProducts, GroupedProduct
@@ -50,6 +51,7 @@ from tests.support.contract import WHOLE, Operand, Shape, Work, drawn_kernels
 from tests.support.contract_experts import (
     all_to_all,
     block_products,
+    blockwise,
     collect,
     expert_products,
     grouped_product,
@@ -426,6 +428,7 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     _Collect: collect,
     ExpertProducts: expert_products,
     BlockProducts: block_products,
+    _Blockwise: blockwise,
     GroupedProduct: grouped_product,
     _WithGradientOf: with_gradient_of,
     _AllToAll: all_to_all,

@@ -170,8 +170,8 @@ def cross_entropy(kernels: Kernels, rng: Random) -> Update:
     results: list[tuple[Tensor, Tensor | None]] = []
 
     def targets(generator: torch.Generator, shape: Shape) -> Tensor:
-        drawn = torch.randint(vocab - padded, (rows, num_ids), generator=generator)
-        drawn[torch.rand(rows, generator=generator) < 0.3, 0] = IGNORE_INDEX
+        drawn = torch.randint(vocab - padded, (shape[0], num_ids), generator=generator)
+        drawn[torch.rand(shape[0], generator=generator) < 0.3, 0] = IGNORE_INDEX
         if num_ids == 1:
             return drawn[:, 0]
         shares = torch.rand(drawn.shape, generator=generator).softmax(1)[:, 1:].mul(PROBABILITY_UNITS).long()
@@ -218,8 +218,10 @@ def cross_entropy(kernels: Kernels, rng: Random) -> Update:
     label += f", z-loss {z_loss}, {num_ids} ids of a token"
     operands = {
         "logits": Operand((rows, vocab), forms=CONTIGUOUS, written=True),
-        "target": Operand((rows,) if num_ids == 1 else (rows, 2 * num_ids), targets, has_gradient=False),
+        "target": Operand((rows,), targets, has_gradient=False),
     }
+    if num_ids > 1:
+        operands["target"] = Operand((rows, 2 * num_ids), targets, forms=(WHOLE,), has_gradient=False)
     return Update(label, operands, call, check)
 
 
