@@ -33,8 +33,8 @@ TRN1, TRN2 = INSTANCES["trn1.32xlarge"], INSTANCES["trn2.48xlarge"]
 SHAPE = ExpertShape(num_tokens=4096, hidden_size=2048, width=768, params="bf16")
 SDK = SdkVersion(2, 29)
 SIZE = 512
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
-"""Largest error by type, relative to the L2 norm."""
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Largest error by type, relative to the L2 norm; gradients of single weights are small beside their summands."""
 
 
 def drawn_routing(rng: Random, tokens: int, k: int, num_experts: int) -> Tensor:
