@@ -42,13 +42,13 @@ class ExpertShape:
     @staticmethod
     def of(config: RunConfig, dimensions: Dimensions) -> ExpertShape | None:
         """Shape of a run's experts; None for a model without experts."""
-        mixture, parallel, train = dimensions.mixture, config.parallel, config.train
+        mixture, parallel = dimensions.mixture, config.parallel
         if mixture is None:
             return None
         adapted = [target for target in config.finetune.targets if target.startswith("experts.")]
         has_adapters = config.finetune.adapts and bool(adapted)
         return ExpertShape(
-            num_tokens=train.seq_len // parallel.cp * train.micro_batch * parallel.ep,
+            num_tokens=config.train.seq_len // parallel.cp * config.train.micro_batch * parallel.ep,
             hidden_size=dimensions.hidden_size,
             width=mixture.expert_size // parallel.tp,
             params=config.precision.params,

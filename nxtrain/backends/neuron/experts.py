@@ -23,8 +23,8 @@ CORES = 2
 """Physical cores of a logical one. NeuronX Distributed has these kernels for no other number."""
 LOW, HIGH = 256, 512
 """Rows of a block: multiples of 256 forward, 128 to 1024 backward. NeuronX Distributed takes 512."""
-HIDDEN_TILE, LEAST_HIDDEN, MOST_HIDDEN = 512, 512, 8192
-"""Hidden sizes: multiples, the smallest and the largest. Source: `check_blockwise_mm_shard_I_kernel_compatibility`."""
+HIDDEN_TILE, MOST_HIDDEN = 512, 8192
+"""Hidden sizes: multiples, and the largest. Source: `check_blockwise_mm_shard_I_kernel_compatibility`."""
 WIDTH_TILE = 64
 """Multiples of the intermediate size of a rank: 32 for each core. Source: `validate_sharding`."""
 MOST_TOKENS = 32768
@@ -66,8 +66,8 @@ def _obstacles(shape: ExpertShape, instance: Machine | None, sdk: SdkVersion | N
         yield "model.moe_dispatch=capacity has blocks of another kind"
     if not shape.is_plain:
         yield "biases, clamped units and adapters of experts have products of their own"
-    if shape.hidden_size % HIDDEN_TILE or not LEAST_HIDDEN <= shape.hidden_size <= MOST_HIDDEN:
-        sizes = f"a multiple of {HIDDEN_TILE} from {LEAST_HIDDEN:,} to {MOST_HIDDEN:,}"
+    if shape.hidden_size % HIDDEN_TILE or shape.hidden_size > MOST_HIDDEN:
+        sizes = f"a multiple of {HIDDEN_TILE} up to {MOST_HIDDEN:,}"
         yield f"the hidden size {shape.hidden_size:,} is not {sizes}"
     if shape.width % WIDTH_TILE:
         yield f"experts are {shape.width:,} wide on a rank, which is no multiple of {WIDTH_TILE}"
