@@ -379,7 +379,7 @@ def test_graphs_are_compiled_on_the_disk_of_the_node() -> None:
 
 def test_agents_of_an_elastic_run_take_a_range_of_machines() -> None:
     demo = ROOT / "configs/demo.toml"
-    overrides = ["cluster.nodes=4", "parallel.dp=0", "train.global_batch=24"]
+    overrides = ["cluster.nodes=4", "parallel.dp=0", "train.global_batch=48"]
     command = local_command(demo, overrides, 1, {}, first_node="n1", min_nodes=2)
     assert "--nnodes=2:4" in command.argv
     assert "--nnodes=4" in local_command(demo, overrides, 1, {}, first_node="n1").argv
