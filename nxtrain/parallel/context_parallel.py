@@ -6,6 +6,7 @@ first position of its document and its own; positions decide, not the place of a
 
 Gather: every rank collects all keys and values, and the gradients are scattered back as sums. Ring: the keys and values
 of one rank at a time pass by, and their gradients travel with them, so that no rank holds those of the whole sequence.
+The ring ends where no rank's windows reach further.
 Both save the rank's own tensors only, and exchange keys and values once more in the backward pass.
 
 Shapes: S sequence, T = S / cp positions of this rank, B batch, N query heads, K key/value heads, H head dimension.
@@ -130,10 +131,11 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, context: ContextParallel) -> Tensor:
         kernels, axis = context.kernels, context.axis
         block = torch.cat([k, v], dim=2).contiguous()
-        for hop in range(axis.size):
+        last_hop = context.cut.last_hop(ranges.window)
+        for hop in range(last_hop + 1):
             source = (axis.rank - hop) % axis.size
             passing = None
-            if hop < axis.size - 1:
+            if hop < last_hop:
                 passing = context.comm.start_shift(block, axis)
             block_ranges = _of_block(ranges, source, context)
             if block_ranges is not None:
@@ -161,10 +163,11 @@ class _Ring(torch.autograd.Function):
         block = torch.cat([k, v], dim=2).contiguous()
         block_grad = torch.zeros(block.shape, dtype=torch.float32, device=q.device)
         returning = None
-        for hop in range(axis.size):
+        last_hop = context.cut.last_hop(ranges.window)
+        for hop in range(last_hop + 1):
             source = (axis.rank - hop) % axis.size
             passing = None
-            if hop < axis.size - 1:
+            if hop < last_hop:
                 passing = context.comm.start_shift(block, axis)
             part: Tensor | None = None
             block_ranges = _of_block(ranges, source, context)
@@ -178,7 +181,8 @@ class _Ring(torch.autograd.Function):
                 block_grad = returning.wait()
             if part is not None:
                 block_grad = block_grad + part
-            returning = context.comm.start_shift(block_grad, axis)
+            # After the last hop it goes back to the rank of the block.
+            returning = context.comm.start_shift(block_grad, axis, 1 if hop < last_hop else axis.size - last_hop)
             if passing is not None:
                 block = passing.wait()
         assert returning is not None

@@ -88,9 +88,9 @@ def test_a_graph_that_breaks_is_seen(gpu: SimulatedGpu) -> None:
 def ring_of_separate_transfers() -> Judgement:
     """Two ranks that pass keys and values in a ring, each of which waits to send before it receives."""
 
-    def shift(self: C10dCollectives, x: Tensor, axis: Any) -> Any:
-        self.start_send(x, axis, (axis.rank + 1) % axis.size).wait()
-        return self.start_receive(x, axis, (axis.rank - 1) % axis.size)
+    def shift(self: C10dCollectives, x: Tensor, axis: Any, hops: int = 1) -> Any:
+        self.start_send(x, axis, (axis.rank + hops) % axis.size).wait()
+        return self.start_receive(x, axis, (axis.rank - hops) % axis.size)
 
     with patch.object(C10dCollectives, "start_shift", shift):
         return judged(2, {"parallel": {"cp": 2}})

@@ -26,9 +26,9 @@ class CountedCollectives(C10dCollectives):
 
     sent = 0
 
-    def start_shift(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
-        self._count(x, axis, hops=1)
-        return super().start_shift(x, axis)
+    def start_shift(self, x: Tensor, axis: Axis, hops: int = 1) -> Pending[Tensor]:
+        self._count(x, axis, hops=min(hops, 1))
+        return super().start_shift(x, axis, hops)
 
     def all_gather(self, x: Tensor, axis: Axis) -> Tensor:
         self._count(x, axis, hops=axis.size - 1)

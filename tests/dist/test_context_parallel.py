@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
+from nxtrain.backends.base import Backend
+from nxtrain.backends.ranged_attention import whole_rows
+from nxtrain.common.distributed.c10d_collectives import C10dCollectives
+from nxtrain.common.mesh import Mesh
+from nxtrain.common.sequence_cut import CutLayout, SequenceCut
 from nxtrain.common.vocab import END_BIT, IGNORE_INDEX
 from nxtrain.config.check import Resolved
+from nxtrain.parallel.context_parallel import ContextParallel
 from tests.dist.test_document_stages import (
     MUTANTS,
     documents_alone,
@@ -16,6 +26,7 @@ from tests.dist.test_document_stages import (
     documents_with_mutant,
     hold_documents,
 )
+from tests.support.contract_ranges import exact_ranged
 from tests.support.corpora import END
 from tests.support.drawn import one_in
 from tests.support.models import weights_of
@@ -96,3 +107,51 @@ def test_a_defect_of_a_peer_is_seen(ranks: RankPool, name: str, flash: bool) -> 
     errors = relative_errors(whole([rank.shards for rank, _ in sound], resolved), grads)
     assert abs(sound[0][0].loss - loss) < 2e-6
     assert max(errors.values()) < 1e-5
+
+
+def drawn_row(seed: int, seq_len: int) -> list[Tensor]:
+    """Queries, keys, values and a gradient of one sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(seq_len, 1, heads, 8, generator=generator) for heads in (4, 2, 2, 4)]
+
+
+def attended_by_ring(backend: Backend, cut: SequenceCut, window: int, seed: int) -> tuple[list[Tensor], int]:
+    """Output and gradients at this rank's positions, and the number of transfers that it began."""
+    axis = Mesh.build(backend.world, backend.rank, cp=backend.world).cp
+    context = ContextParallel(axis, cut, "ring", backend.collectives, backend.kernels)
+    q, k, v, grad = (x[context.positions] for x in drawn_row(seed, cut.seq_len))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    shift, hops = C10dCollectives.start_shift, []
+
+    def counted(self: C10dCollectives, x: Tensor, axis: Any, number: int = 1) -> Any:
+        hops.append(number)
+        return shift(self, x, axis, number)
+
+    with mock.patch.object(C10dCollectives, "start_shift", counted):
+        out = context.attention(inputs[0], inputs[1], inputs[2], context.positions, None, window)
+        out.backward(grad)
+    moved = [number for number in hops if number % axis.size]
+    return [out.detach(), *(x.grad for x in inputs if x.grad is not None)], len(moved)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("layout_", ["contiguous", "zigzag", "striped"])
+def test_a_ring_that_ends_with_the_window_computes_all_that_is_seen(
+    ranks: RankPool, layout_: CutLayout, seed: int
+) -> None:
+    random = Random(seed)
+    size = random.choice((2, 3, 4))
+    cut = SequenceCut(2 * size * random.randint(1, 4), size, layout_)
+    window = random.randint(1, cut.seq_len)
+    results = ranks.run(size, attended_by_ring, cut, window, seed)
+    *operands, grad = (x.double() for x in drawn_row(seed, cut.seq_len))
+    q, k, v = (x.requires_grad_() for x in operands)
+    out, _ = exact_ranged(q, k, v, whole_rows(q, None, window))
+    out.backward(grad)
+    wanted = [out.detach(), q.grad, k.grad, v.grad]
+    last = cut.last_hop(window)
+    for rank, (found, transfers) in enumerate(results):
+        assert transfers == (3 * last + 1 if last else 0), "keys forward, keys and gradients backward"
+        for ours, whole_ in zip(found, wanted, strict=True):
+            assert whole_ is not None
+            torch.testing.assert_close(ours.double(), whole_[list(cut.listed(rank))], rtol=0, atol=1e-5)

@@ -155,15 +155,15 @@ def _stale_block_in_the_backward_ring() -> Iterator[None]:
     """
     shift, backward = C10dCollectives.start_shift, context_parallel._Ring.backward
 
-    def stale(self: C10dCollectives, x: Tensor, axis: Any) -> Any:
-        shift(self, x, axis).wait()
+    def stale(self: C10dCollectives, x: Tensor, axis: Any, hops: int = 1) -> Any:
+        shift(self, x, axis, hops).wait()
         return Done(x)
 
     def backward_with_it(ctx: Any, grad: Tensor) -> Any:
         calls = iter((stale, *[shift] * 100))
 
-        def next_shift(self: C10dCollectives, x: Tensor, axis: Any) -> Any:
-            return next(calls)(self, x, axis)
+        def next_shift(self: C10dCollectives, x: Tensor, axis: Any, hops: int = 1) -> Any:
+            return next(calls)(self, x, axis, hops)
 
         with patch.object(C10dCollectives, "start_shift", next_shift):
             return backward(ctx, grad)

@@ -125,8 +125,8 @@ def products_beside_blocks(
     state = start(backend, resolved, weights)
     shift = C10dCollectives.start_shift
 
-    def waiting(self: C10dCollectives, x: Tensor, axis: Axis) -> Done[Tensor]:
-        return Done(shift(self, x, axis).wait())
+    def waiting(self: C10dCollectives, x: Tensor, axis: Axis, hops: int = 1) -> Done[Tensor]:
+        return Done(shift(self, x, axis, hops).wait())
 
     shifts = mock.patch.object(C10dCollectives, "start_shift", waiting) if awaited else nullcontext()
     with shifts, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:

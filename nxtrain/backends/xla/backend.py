@@ -119,12 +119,12 @@ class XlaCollectives(Collectives):
             del both, of_first, of_second  # else they would be results of the graph too
         return out
 
-    def start_shift(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
-        if axis.size == 1:
+    def start_shift(self, x: Tensor, axis: Axis, hops: int = 1) -> Pending[Tensor]:
+        if hops % axis.size == 0:
             return Done(x)
         pairs: list[list[int]] = []
         for group in _groups(axis):
-            pairs += [[group[i - 1], group[i]] for i in range(axis.size)]
+            pairs += [[group[i - hops % axis.size], group[i]] for i in range(axis.size)]
         return Done(self._xm.collective_permute(x, pairs))
 
     @contextmanager

@@ -277,12 +277,12 @@ class C10dCollectives(Collectives):
             works = dist.batch_isend_irecv(both)
         return _Transfer(works, out, x, other).wait()
 
-    def start_shift(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
-        if axis.size == 1:
+    def start_shift(self, x: Tensor, axis: Axis, hops: int = 1) -> Pending[Tensor]:
+        if hops % axis.size == 0:
             return Done(x)
         group, ranks = self.group(axis), axis.group_of(dist.get_rank())
         out = torch.empty_like(x)
-        after, before = ranks[(axis.rank + 1) % axis.size], ranks[axis.rank - 1]
+        after, before = ranks[(axis.rank + hops) % axis.size], ranks[(axis.rank - hops) % axis.size]
         # One batch: on NCCL every rank would otherwise wait to send before any receives.
         both = [dist.P2POp(dist.isend, x, after, group), dist.P2POp(dist.irecv, out, before, group)]
         peers = _others(axis)

@@ -171,8 +171,8 @@ class Collectives(ABC):
         """Swap tensors of equal shape and type with a neighbour, which calls `exchange` too; see `start_send`."""
 
     @abstractmethod
-    def start_shift(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
-        """Send `x` to the next rank of the axis, the first after the last, and receive that of the previous rank.
+    def start_shift(self, x: Tensor, axis: Axis, hops: int = 1) -> Pending[Tensor]:
+        """Send `x` some ranks on along the axis, the first after the last, and receive that of as many ranks before.
 
         The caller keeps `x` unchanged until `wait`.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import chain
+from itertools import chain, product
 from random import Random
 from typing import Any
 
@@ -66,6 +66,21 @@ def test_pairs_of_a_window_are_those_counted_one_by_one(layout: CutLayout, size:
         assert cut.pairs(rank) == sum(position + 1 for position in cut.listed(rank))
 
 
+@given(st.sampled_from(LAYOUTS), st.integers(1, 5), st.integers(1, 5), st.integers(1, 60))
+def test_a_ring_ends_with_the_last_keys_that_a_window_reaches(
+    layout: CutLayout, size: int, pieces: int, window: int
+) -> None:
+    cut = SequenceCut(2 * size * pieces, size, layout)
+
+    def sees(rank: int, source: int) -> bool:
+        pairs = product(cut.listed(rank), cut.listed(source))
+        return any(0 <= query - key < window for query, key in pairs)
+
+    needed = {hop for hop in range(size) for rank in range(size) if sees(rank, (rank - hop) % size)}
+    assert cut.last_hop(window) == max(needed)
+    assert cut.last_hop(None) == size - 1
+
+
 def test_auto_takes_stripes_for_lengths_without_pairs_of_pieces() -> None:
     assert [SequenceCut.of(length, 2, "auto").layout for length in (8, 10)] == ["zigzag", "striped"]
 
@@ -85,7 +100,7 @@ class Recorder(Echo):
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def start_shift(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
+    def start_shift(self, x: Tensor, axis: Axis, hops: int = 1) -> Pending[Tensor]:
         number = sum(event.startswith("send") for event in self.events)
         self.events.append(f"send {number}")
         comm = self
