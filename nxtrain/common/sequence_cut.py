@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, product
 from typing import Literal
 
 CutLayout = Literal["contiguous", "zigzag", "striped"]
@@ -92,8 +92,9 @@ def _last_hop(cut: SequenceCut, window: int) -> int:
     for hop in range(cut.size - 1, 0, -1):
         for rank in range(cut.size):
             source = (rank - hop) % cut.size
-            if any(_distance(q, k) < window for q in cut.positions(rank) for k in cut.positions(source)):
-                return hop
+            for queries, keys in product(cut.positions(rank), cut.positions(source)):
+                if _distance(queries, keys) < window:
+                    return hop
     return 0
 
 
