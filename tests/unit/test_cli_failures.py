@@ -168,7 +168,7 @@ def test_a_package_that_is_not_installed_is_named(tmp_path: Path, name: str, arg
 @pytest.mark.parametrize("name", ["boto3", "botocore"])
 def test_addresses_in_s3_without_boto3_name_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     for module in [result for result in sys.modules if result.partition(".")[0] in {"boto3", "botocore"}]:
-        monkeypatch.setitem(sys.modules, module, None)
+        monkeypatch.delitem(sys.modules, module)  # what earlier tests have imported
     monkeypatch.setitem(sys.modules, name, None)
     for argv in (
         ("generate", "s3://bucket/run", "--prompt", "x"),
@@ -177,7 +177,7 @@ def test_addresses_in_s3_without_boto3_name_it(monkeypatch: pytest.MonkeyPatch, 
     ):
         code, said = run(*argv)
         assert (code, "Traceback" in said) == (BackendError.exit_code, False), said
-        assert "needs boto3, which is not installed: pip install 'nxtrain[s3]'" in said
+        assert f"needs {name}, which is not installed: pip install 'nxtrain[s3]'" in said
 
 
 # --- streams
