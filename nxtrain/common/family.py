@@ -88,6 +88,9 @@ class BuildContext:
 class CausalLM(Protocol):
     """Interface of a built model for training and generation, in addition to the interface of `torch.nn.Module`."""
 
+    context_parallel: ContextAttention | None
+    """Ranks that share the positions of a sequence, which the builder of a model sets."""
+
     @property
     def blocks(self) -> Sequence[nn.Module]:
         """Repeated submodules, in order of use; each is gathered as one unit when parameters are sharded."""

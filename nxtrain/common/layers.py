@@ -47,6 +47,15 @@ class ContextAttention(ABC):
     positions: Tensor
 
     @abstractmethod
+    def learn(self, uploaded: Tensor, starts: Tensor) -> None:
+        """Note the documents of whole sequences, which every rank has read, before attention to them.
+
+        Args:
+            uploaded: (B, S) `starts` at the positions of this rank, on the device. The note ends with this tensor.
+            starts: First position of each position's document, for all positions of the same rows, on the host.
+        """
+
+    @abstractmethod
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, starts: Tensor | None, window: int | None = None
     ) -> Tensor:

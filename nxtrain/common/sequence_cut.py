@@ -8,10 +8,9 @@ a piece from each end.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, product
+from itertools import chain
 from typing import Literal
 
 CutLayout = Literal["contiguous", "zigzag", "striped"]
@@ -58,12 +57,6 @@ class SequenceCut:
             return 0
         return self.size - 1
 
-    def last_hop(self, window: int | None) -> int:
-        """Hops of a ring after which no query of any rank sees the keys that arrive, in a window of so many keys."""
-        if window is None:
-            return self.size - 1
-        return _last_hop(self, window)
-
     def listed(self, rank: int) -> tuple[int, ...]:
         """Positions of a rank, one by one."""
         return _listed(self, rank)
@@ -85,22 +78,3 @@ class SequenceCut:
 @lru_cache(maxsize=64)
 def _listed(cut: SequenceCut, rank: int) -> tuple[int, ...]:
     return tuple(chain(*cut.positions(rank)))
-
-
-@lru_cache(maxsize=64)
-def _last_hop(cut: SequenceCut, window: int) -> int:
-    for hop in range(cut.size - 1, 0, -1):
-        for rank in range(cut.size):
-            source = (rank - hop) % cut.size
-            for queries, keys in product(cut.positions(rank), cut.positions(source)):
-                if _distance(queries, keys) < window:
-                    return hop
-    return 0
-
-
-def _distance(queries: range, keys: range) -> float:
-    """Smallest distance from a query back to a key, of pieces without a common position."""
-    if queries.step > 1:  # stripes, whose queries all have a key of the same distance, but perhaps the first
-        distance = (queries.start - keys.start) % queries.step
-        return distance if distance <= queries[-1] - keys.start else math.inf
-    return queries.start - keys[-1] if keys.start < queries.start else math.inf

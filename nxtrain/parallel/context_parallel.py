@@ -6,7 +6,7 @@ first position of its document and its own; positions decide, not the place of a
 
 Gather: every rank collects all keys and values, and the gradients are scattered back as sums. Ring: the keys and values
 of one rank at a time pass by, and their gradients travel with them, so that no rank holds those of the whole sequence.
-The ring ends where no rank's windows reach further.
+A block visits the ranks whose documents and windows may reach it, and passes over the others.
 Both save the rank's own tensors only, and exchange keys and values once more in the backward pass.
 
 Shapes: S sequence, T = S / cp positions of this rank, B batch, N query heads, K key/value heads, H head dimension.
@@ -17,11 +17,16 @@ the gather.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache, partial
+from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from nxtrain.common.distributed.collectives import Collectives
 from nxtrain.common.kernels import Kernels, KeyRanges
@@ -47,6 +52,8 @@ class ContextParallel(ContextAttention):
     method: ContextMethod
     comm: Collectives
     kernels: Kernels
+    _hops: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    """Hops by the window of a layer, of each uploaded tensor of documents."""
 
     @property
     def positions(self) -> Tensor:  # type: ignore[override]
@@ -66,6 +73,16 @@ class ContextParallel(ContextAttention):
         if self.method == "ring":
             return _Ring.apply(q, k, v, ranges, self)  # type: ignore[no-any-return]
         return _Gather.apply(q, k, v, ranges, self)  # type: ignore[no-any-return]
+
+    def learn(self, uploaded: Tensor, starts: Tensor) -> None:
+        self._hops[uploaded] = cache(partial(hops_seen, self.cut, starts=starts))
+
+    def hops(self, ranges: KeyRanges) -> tuple[int, ...]:
+        """Hops of a ring at which a query of any rank may see the keys that arrive."""
+        hops_of: Callable[[int | None], tuple[int, ...]] | None = None
+        if ranges.starts is not None:
+            hops_of = self._hops.get(ranges.starts)
+        return hops_of(ranges.window) if hops_of else _hops_of_rows(self.cut, ranges.window)
 
     def moved(self, positions: Tensor, source: int) -> Tensor:
         """Positions of another rank, from those of this rank on the device: (T,) int64; nothing is copied there."""
@@ -131,12 +148,12 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, context: ContextParallel) -> Tensor:
         kernels, axis = context.kernels, context.axis
         block = torch.cat([k, v], dim=2).contiguous()
-        last_hop = context.cut.last_hop(ranges.window)
-        for hop in range(last_hop + 1):
+        hops = context.hops(ranges)
+        for hop, next_hop in zip(hops, [*hops[1:], axis.size], strict=True):
             source = (axis.rank - hop) % axis.size
             passing = None
-            if hop < last_hop:
-                passing = context.comm.start_shift(block, axis)
+            if next_hop < axis.size:
+                passing = context.comm.start_shift(block, axis, next_hop - hop)
             block_ranges = _of_block(ranges, source, context)
             if block_ranges is not None:
                 keys, values = block.chunk(2, dim=2)
@@ -163,12 +180,12 @@ class _Ring(torch.autograd.Function):
         block = torch.cat([k, v], dim=2).contiguous()
         block_grad = torch.zeros(block.shape, dtype=torch.float32, device=q.device)
         returning = None
-        last_hop = context.cut.last_hop(ranges.window)
-        for hop in range(last_hop + 1):
+        hops = context.hops(ranges)
+        for hop, next_hop in zip(hops, [*hops[1:], axis.size], strict=True):
             source = (axis.rank - hop) % axis.size
             passing = None
-            if hop < last_hop:
-                passing = context.comm.start_shift(block, axis)
+            if next_hop < axis.size:
+                passing = context.comm.start_shift(block, axis, next_hop - hop)
             part: Tensor | None = None
             block_ranges = _of_block(ranges, source, context)
             if block_ranges is not None:
@@ -176,18 +193,52 @@ class _Ring(torch.autograd.Function):
                 q_part, *parts = kernels.attend_backward(grad, q, keys, values, out, log_sums, block_ranges)
                 q_grad += q_part
                 part = torch.cat(parts, dim=2)
-            # The gradient of a block arrives one hop after the block, with what the earlier ranks have added.
+            # The gradient of a block follows one transfer later, with what the earlier ranks have added.
             if returning is not None:
                 block_grad = returning.wait()
             if part is not None:
                 block_grad = block_grad + part
             # After the last hop it goes back to the rank of the block.
-            returning = context.comm.start_shift(block_grad, axis, 1 if hop < last_hop else axis.size - last_hop)
+            returning = context.comm.start_shift(block_grad, axis, next_hop - hop)
             if passing is not None:
                 block = passing.wait()
         assert returning is not None
         k_grad, v_grad = returning.wait().chunk(2, dim=2)
         return q_grad.to(q.dtype), k_grad.to(k.dtype), v_grad.to(v.dtype), None, None
+
+
+def hops_seen(cut: SequenceCut, window: int | None, starts: Tensor | None = None) -> tuple[int, ...]:
+    """Hops of a ring at which a query of any rank sees a key that arrives, ascending from 0.
+
+    Args:
+        cut: Division of the sequences.
+        window: Most positions that a query sees, its own among them; None: no limit.
+        starts: (B, S) first position of each position's document, on the host; None: a row is one document.
+    """
+    # Of numpy, since tensors have no values while a step is traced.
+    first = np.zeros((1, cut.seq_len), dtype=np.int64) if starts is None else starts.numpy()
+    if window is not None:
+        first = np.maximum(first, np.arange(cut.seq_len) - (window - 1))
+    return tuple(hop for hop in range(cut.size) if _is_seen(cut, hop, first))
+
+
+@lru_cache(maxsize=64)
+def _hops_of_rows(cut: SequenceCut, window: int | None) -> tuple[int, ...]:
+    """`hops_seen` of rows that are one document each."""
+    return hops_seen(cut, window)
+
+
+def _is_seen(cut: SequenceCut, hop: int, first: np.ndarray) -> bool:
+    """True if a rank sees keys of the rank so many hops before; first: (B, S) first position that each query sees."""
+    for rank in range(cut.size):
+        source = (rank - hop) % cut.size
+        for queries, keys in product(cut.positions(rank), cut.positions(source)):
+            nearest = np.minimum(np.arange(queries.start, queries.stop, queries.step), keys[-1])
+            nearest -= (nearest - keys.start) % keys.step  # the last key that is not after the query
+            seen = (nearest >= keys.start) & (nearest >= first[:, queries.start : queries.stop : queries.step])
+            if seen.any():
+                return True
+    return False
 
 
 def _of_block(ranges: KeyRanges, source: int, context: ContextParallel) -> KeyRanges | None:

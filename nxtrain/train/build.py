@@ -216,6 +216,7 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
         moe_capacity_factor=run.model.moe_capacity_factor if run.model.moe_dispatch == "capacity" else None,
     )
     model = plan.family.build(plan.model, context)
+    cast(CausalLM, model).context_parallel = context_parallel
     if run.finetune.method == "qlora":
         quantized.quantize(model, parallel)
     recompute = backend.kernels.recompute
@@ -302,7 +303,7 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         num_params = sum(math.prod(shape) for shape in _adapter_shapes(plan, backend).values())
     data_parallel = _data_parallel(plan, model, layout, backend, precision)
     kernels, put = _storage(backend, on_host="params" in run.parallel.offload)
-    context_parallel, mixture = context_parallel_of(plan, backend, mesh), plan.dimensions.mixture
+    mixture = plan.dimensions.mixture
     preferences = None
     num_sums, loads = 2, None
     if run.finetune.compares:
@@ -332,7 +333,7 @@ def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) 
         noise=_noise_scale(run, data_parallel, backend),
         z_sum=_z_sum(run.train, model, backend),
         accumulates=_accumulates(run.train, mesh),
-        positions=None if context_parallel is None else context_parallel.positions,
+        context_parallel=cast(CausalLM, model).context_parallel,
         preferences=preferences,
         loads=loads,
         sequence_parallel=run.parallel.sequence_parallel and mesh.tp_size > 1,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from nxtrain.common.layers import ContextAttention
 from nxtrain.common.mesh import Axis
 from nxtrain.parallel.pipeline import MicroBatches
 from nxtrain.train.preferences import Pairs
@@ -47,7 +48,7 @@ class DeviceBatch:
         targets: Tensor,
         put: Callable[[Tensor], Tensor],
         starts: Tensor | None = None,
-        positions: Tensor | None = None,
+        context_parallel: ContextAttention | None = None,
         answers: Mapping[str, Tensor] | None = None,
         padding: Tensor | None = None,
         tokens_axis: Axis | None = None,
@@ -59,11 +60,12 @@ class DeviceBatch:
 
         Args:
             starts: First position of each position's document; None: a row is one document.
-            positions: Positions of this rank under context parallelism; None: all.
+            context_parallel: Ranks that share the positions of each sequence; None: this rank has all positions.
             answers: Fields of `Pairs` that are known, by name; None without answers.
             padding: Positions after the last document, bool; None: the routers' losses count all.
             tokens_axis: Ranks that divide the tokens between layers; None: each has all tokens of its positions.
         """
+        positions = None if context_parallel is None else context_parallel.positions
 
         def put_each(tensor: Tensor) -> list[Tensor]:
             if positions is not None:
@@ -84,4 +86,7 @@ class DeviceBatch:
                 own = own.chunk(tokens_axis.size, dim=-1)[tokens_axis.rank]
             counted = [put(micro_batch.t().logical_not().float().contiguous()) for micro_batch in own]
         of_documents = [] if starts is None else put_each(starts)
+        if starts is not None and context_parallel is not None:
+            for uploaded, whole in zip(of_documents, starts, strict=True):
+                context_parallel.learn(uploaded, whole)
         return DeviceBatch(put_each(inputs), put_each(targets), of_documents, pairs, counted)

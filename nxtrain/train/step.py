@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from nxtrain.backends.base import Backend
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.family import CausalLM
+from nxtrain.common.layers import ContextAttention
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout, ParamTable
 from nxtrain.common.vocab import IGNORE_INDEX, true_targets
@@ -57,7 +58,7 @@ class TrainState:
         noise: Meter of the gradient noise scale; None: it is not measured.
         z_sum: (1,) float32 on the device, terms of the z-loss since the last update; None: there is no z-loss.
         accumulates: Some steps of the run have several micro-batches, so that each micro-batch is a graph of its own.
-        positions: Positions of a sequence that this rank computes under context parallelism; None: all.
+        context_parallel: Ranks that share the positions of each sequence; None: this rank has all positions.
         preferences: Objective on answers; None: the cross entropy of tokens.
         loads: Loads of the experts in the forward passes since the last update, as of `CausalLM.count_loads`; None
             without experts.
@@ -81,7 +82,7 @@ class TrainState:
     noise: NoiseScale | None = None
     z_sum: Tensor | None = None
     accumulates: bool = False
-    positions: Tensor | None = None
+    context_parallel: ContextAttention | None = None
     preferences: Preferences | None = None
     loads: Tensor | None = None
     sequence_parallel: bool = False

@@ -242,7 +242,7 @@ def on_device(state: TrainState, batch: Batch) -> DeviceBatch:
         assert batch.padding is not None, "packed rows name their padding"
         padding = torch.from_numpy(batch.padding)
     tokens_axis = state.mesh.tp if state.sequence_parallel else None
-    given = (put, starts, state.positions, answers, padding, tokens_axis)
+    given = (put, starts, state.context_parallel, answers, padding, tokens_axis)
     on_rank = DeviceBatch.of(inputs, targets, *given)
     if batch.swapped is not None:
         on_rank = replace(on_rank, swapped=on_device(state, batch.swapped))

@@ -18,7 +18,7 @@ from nxtrain.common.mesh import Mesh
 from nxtrain.common.sequence_cut import CutLayout, SequenceCut
 from nxtrain.common.vocab import END_BIT, IGNORE_INDEX
 from nxtrain.config.check import Resolved
-from nxtrain.parallel.context_parallel import ContextParallel
+from nxtrain.parallel.context_parallel import ContextParallel, hops_seen
 from tests.dist.test_document_stages import (
     MUTANTS,
     documents_alone,
@@ -115,12 +115,18 @@ def drawn_row(seed: int, seq_len: int) -> list[Tensor]:
     return [torch.randn(seq_len, 1, heads, 8, generator=generator) for heads in (4, 2, 2, 4)]
 
 
-def attended_by_ring(backend: Backend, cut: SequenceCut, window: int, seed: int) -> tuple[list[Tensor], int]:
+def attended_by_ring(
+    backend: Backend, cut: SequenceCut, window: int | None, starts: Tensor | None, seed: int
+) -> tuple[list[Tensor], int]:
     """Output and gradients at this rank's positions, and the number of transfers that it began."""
     axis = Mesh.build(backend.world, backend.rank, cp=backend.world).cp
     context = ContextParallel(axis, cut, "ring", backend.collectives, backend.kernels)
     q, k, v, grad = (x[context.positions] for x in drawn_row(seed, cut.seq_len))
     inputs = [x.requires_grad_() for x in (q, k, v)]
+    own = None
+    if starts is not None:
+        own = starts[:, context.positions].contiguous()
+        context.learn(own, starts)
     shift, hops = C10dCollectives.start_shift, []
 
     def counted(self: C10dCollectives, x: Tensor, axis: Any, number: int = 1) -> Any:
@@ -128,7 +134,7 @@ def attended_by_ring(backend: Backend, cut: SequenceCut, window: int, seed: int)
         return shift(self, x, axis, number)
 
     with mock.patch.object(C10dCollectives, "start_shift", counted):
-        out = context.attention(inputs[0], inputs[1], inputs[2], context.positions, None, window)
+        out = context.attention(inputs[0], inputs[1], inputs[2], context.positions, own, window)
         out.backward(grad)
     moved = [number for number in hops if number % axis.size]
     return [out.detach(), *(x.grad for x in inputs if x.grad is not None)], len(moved)
@@ -136,22 +142,27 @@ def attended_by_ring(backend: Backend, cut: SequenceCut, window: int, seed: int)
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("layout_", ["contiguous", "zigzag", "striped"])
-def test_a_ring_that_ends_with_the_window_computes_all_that_is_seen(
+def test_a_ring_that_passes_over_ranks_computes_all_that_is_seen(
     ranks: RankPool, layout_: CutLayout, seed: int
 ) -> None:
+    """A block does not go to ranks whose windows and documents do not reach it."""
     random = Random(seed)
     size = random.choice((2, 3, 4))
     cut = SequenceCut(2 * size * random.randint(1, 4), size, layout_)
-    window = random.randint(1, cut.seq_len)
-    results = ranks.run(size, attended_by_ring, cut, window, seed)
+    window = random.choice((None, random.randint(1, cut.seq_len)))
+    starts = None
+    if window is None or random.random() < 0.5:
+        begins = sorted(random.sample(range(1, cut.seq_len), random.randint(0, cut.seq_len // 4)))
+        starts = torch.tensor([[max([0, *(b for b in begins if b <= p)]) for p in range(cut.seq_len)]])
+    results = ranks.run(size, attended_by_ring, cut, window, starts, seed)
     *operands, grad = (x.double() for x in drawn_row(seed, cut.seq_len))
     q, k, v = (x.requires_grad_() for x in operands)
-    out, _ = exact_ranged(q, k, v, whole_rows(q, None, window))
+    out, _ = exact_ranged(q, k, v, whole_rows(q, starts, window))
     out.backward(grad)
     wanted = [out.detach(), q.grad, k.grad, v.grad]
-    last = cut.last_hop(window)
+    num_hops = len(hops_seen(cut, window, starts)) - 1
     for rank, (found, transfers) in enumerate(results):
-        assert transfers == (3 * last + 1 if last else 0), "keys forward, keys and gradients backward"
+        assert transfers == (3 * num_hops + 1 if num_hops else 0), "keys forward, keys and gradients backward"
         for ours, whole_ in zip(found, wanted, strict=True):
             assert whole_ is not None
             torch.testing.assert_close(ours.double(), whole_[list(cut.listed(rank))], rtol=0, atol=1e-5)

@@ -30,7 +30,7 @@ from nxtrain.parallel import context_parallel
 from nxtrain.parallel.context_parallel import ContextParallel
 from nxtrain.train import step
 from nxtrain.train.device_batch import DeviceBatch
-from nxtrain.train.step import eval_step
+from nxtrain.train.step import TrainState, eval_step
 from tests.support.corpora import END, drawn_row
 from tests.support.flash_on_cpu import FlashOnCpu
 from tests.support.models import hf_model, weights_of
@@ -60,16 +60,21 @@ def documents_on_rank(
         return _gradient_and_loss(backend, resolved, weights, rows)
 
 
-def _gradient_and_loss(
-    backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], rows: Rows
-) -> tuple[Gradient, float]:
-    state = start(backend, resolved, weights)
+def packed_documents(state: TrainState, resolved: Resolved, rows: Rows) -> DeviceBatch:
+    """This rank's part of a global batch of packed documents."""
     dp = state.mesh.dp
     share = np.split(rows, dp.size)[dp.rank]
     result = batch_of(share, resolved.config.train.micro_batch, end_id=END, doc_mask=True)
     assert result.starts is not None
     inputs, targets, starts = map(torch.from_numpy, (result.inputs, result.targets, result.starts))
-    batch = DeviceBatch.of(inputs, targets, backend.put, starts, state.positions)
+    return DeviceBatch.of(inputs, targets, state.backend.put, starts, state.context_parallel)
+
+
+def _gradient_and_loss(
+    backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], rows: Rows
+) -> tuple[Gradient, float]:
+    state = start(backend, resolved, weights)
+    batch = packed_documents(state, resolved, rows)
     losses, numbers = zip(*eval_step(state, batch), strict=True)
     return gradient(state, batch), float(sum(losses)) / float(sum(numbers))
 
@@ -209,6 +214,17 @@ def _skipped_block_that_is_visible() -> AbstractContextManager[Any]:
     return patch.object(context_parallel, "_of_block", own_only)
 
 
+def _hop_that_a_document_takes_left_out() -> AbstractContextManager[Any]:
+    """Each rank gets half of the hops, and all ranks agree."""
+    sound = context_parallel.hops_seen
+
+    def shorter(*args: Any, **kwargs: Any) -> tuple[int, ...]:
+        hops = sound(*args, **kwargs)
+        return hops[: (len(hops) + 1) // 2]
+
+    return patch.object(context_parallel, "hops_seen", shorter)
+
+
 @contextmanager
 def _sums_of_a_block_in_its_backward() -> Iterator[None]:
     """The sums of a block's own weights in place of those of all keys."""
@@ -245,6 +261,7 @@ MUTANTS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
     "documents that see each other": ("ring", _documents_that_see_each_other),
     "no sight across a cut": ("gather", _no_sight_across_a_cut),
     "skipped block that is visible": ("ring", _skipped_block_that_is_visible),
+    "hop that a document takes left out": ("ring", _hop_that_a_document_takes_left_out),
     "sums of a block in its backward": ("ring", _sums_of_a_block_in_its_backward),
     "gradient of own keys only": ("gather", _gradient_of_own_keys_only),
 }

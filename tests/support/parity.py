@@ -227,7 +227,7 @@ def local_pair(state: TrainState, pair: tuple[Tensor, Tensor], micro_batch: int)
     """This rank's part of a global batch, given as inputs and targets."""
     dp = state.mesh.dp
     inputs, targets = (x.chunk(dp.size)[dp.rank].unflatten(0, (-1, micro_batch)) for x in pair)
-    return DeviceBatch.of(inputs, targets, state.backend.put, positions=state.positions)
+    return DeviceBatch.of(inputs, targets, state.backend.put, context_parallel=state.context_parallel)
 
 
 def run_ours(

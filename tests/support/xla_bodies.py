@@ -332,7 +332,7 @@ def _record_rank(
         rope.register_forward_pre_hook(number_positions)
     run = resolved.config.train
     rows = tokens(resolved, run.global_batch // state.mesh.dp.size).unflatten(0, (-1, run.micro_batch))
-    batch = DeviceBatch.of(rows[..., :-1], rows[..., 1:], pretended.put, positions=state.positions)
+    batch = DeviceBatch.of(rows[..., :-1], rows[..., 1:], pretended.put, context_parallel=state.context_parallel)
     torch_xla.sync()
     for _ in range(2):
         result = train_step(state, batch, LR)

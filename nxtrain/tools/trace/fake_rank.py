@@ -285,9 +285,6 @@ def zero_batch(resolved: Resolved, state: TrainState) -> DeviceBatch:
     train, mesh = resolved.config.train, state.mesh
     num_micro = train.global_batch // (train.micro_batch * mesh.dp_size)
     tokens = torch.zeros(num_micro, train.micro_batch, train.seq_len, dtype=torch.int64)
-    starts = None
-    if resolved.config.data.doc_mask:
-        starts = tokens
     answers: dict[str, Tensor] | None = None
     tuning = resolved.config.finetune
     if state.preferences is not None:
@@ -299,10 +296,12 @@ def zero_batch(resolved: Resolved, state: TrainState) -> DeviceBatch:
             answers["labels"] = values
     padding = tokens.bool() if state.has_padding else None
     tokens_axis = mesh.tp if state.sequence_parallel else None
-    given = (state.backend.put, starts, state.positions, answers, padding, tokens_axis)
+    given = (state.backend.put, None, state.context_parallel, answers, padding, tokens_axis)
     batch = DeviceBatch.of(tokens, tokens, *given)
+    if resolved.config.data.doc_mask:  # not by `DeviceBatch.of`, which would note documents without values
+        batch = replace(batch, starts=[x.clone() for x in batch.inputs])
     if tuning.objective == "kto":
-        batch = replace(batch, swapped=DeviceBatch.of(tokens, tokens, *given))
+        batch = replace(batch, swapped=replace(DeviceBatch.of(tokens, tokens, *given), starts=batch.starts))
     return batch
 
 

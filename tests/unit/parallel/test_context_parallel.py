@@ -22,7 +22,7 @@ from nxtrain.common.distributed.collectives import Pending
 from nxtrain.common.kernels import Kernels, KeyRanges
 from nxtrain.common.mesh import Axis, Mesh
 from nxtrain.common.sequence_cut import CutLayout, SequenceCut
-from nxtrain.parallel.context_parallel import ContextParallel, _joined
+from nxtrain.parallel.context_parallel import ContextParallel, _joined, hops_seen
 from tests.support.contract_functions import Echo
 
 LAYOUTS: tuple[CutLayout, ...] = ("contiguous", "zigzag", "striped")
@@ -66,19 +66,30 @@ def test_pairs_of_a_window_are_those_counted_one_by_one(layout: CutLayout, size:
         assert cut.pairs(rank) == sum(position + 1 for position in cut.listed(rank))
 
 
-@given(st.sampled_from(LAYOUTS), st.integers(1, 5), st.integers(1, 5), st.integers(1, 60))
-def test_a_ring_ends_with_the_last_keys_that_a_window_reaches(
-    layout: CutLayout, size: int, pieces: int, window: int
+@given(st.sampled_from(LAYOUTS), st.integers(1, 5), st.integers(1, 5), st.integers(0, 1 << 30), st.floats(0, 1))
+def test_a_ring_visits_the_ranks_whose_documents_and_windows_reach_a_block(
+    layout: CutLayout, size: int, pieces: int, seed: int, share: float
 ) -> None:
+    rng = Random(seed)
     cut = SequenceCut(2 * size * pieces, size, layout)
+    starts = torch.tensor([drawn_starts(rng, cut.seq_len, share) for _ in range(rng.randint(1, 3))])
+    for window, documents in product((None, rng.randint(1, 60)), (None, starts)):
+        rows = [[0] * cut.seq_len] if documents is None else documents.tolist()
 
-    def sees(rank: int, source: int) -> bool:
-        pairs = product(cut.listed(rank), cut.listed(source))
-        return any(0 <= query - key < window for query, key in pairs)
+        def sees(rank: int, source: int, rows: list[list[int]] = rows, window: int | None = window) -> bool:
+            pairs = product(cut.listed(rank), cut.listed(source), rows)
+            return any(max(row[q], q - (window or 100) + 1) <= key <= q for q, key, row in pairs)
 
-    needed = {hop for hop in range(size) for rank in range(size) if sees(rank, (rank - hop) % size)}
-    assert cut.last_hop(window) == max(needed)
-    assert cut.last_hop(None) == size - 1
+        needed = {hop for hop in range(size) for rank in range(size) if sees(rank, (rank - hop) % size)}
+        assert hops_seen(cut, window, documents) == tuple(sorted(needed))
+
+
+def drawn_starts(rng: Random, length: int, share: float) -> list[int]:
+    """First positions of the documents of a row, of which such a share of positions begins one."""
+    row = [0]
+    for position in range(1, length):
+        row.append(position if rng.random() < share else row[-1])
+    return row
 
 
 def test_auto_takes_stripes_for_lengths_without_pairs_of_pieces() -> None:
