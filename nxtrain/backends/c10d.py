@@ -15,6 +15,8 @@ from nxtrain.backends.diagnostics import Diagnostics
 from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK, C10dCollectives
 from nxtrain.common.distributed.failures import FailureReporter
 from nxtrain.common.distributed.rendezvous import meet
+from nxtrain.common.distributed.replacement import end_waits
+from nxtrain.common.errors import LostPeerError, NxtrainError
 from nxtrain.common.mesh import Mesh, StateAxes
 from nxtrain.common.process.deadlines import first_use_limit_s, limit_words
 from nxtrain.common.process.greetings import without_greetings
@@ -87,13 +89,26 @@ class AcceleratorBackend(C10dBackend):
     """A backend whose device has its own memory and computes asynchronously to the host."""
 
     is_asynchronous = True
+    _lost = ""
 
     def put(self, x: Tensor) -> Tensor:
         return x.to(self.device)
 
     def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
         flat = [value.detach().to(self.device, torch.float32).reshape(-1) for value in values.values()]
-        return dict(zip(fetched_names(values), torch.cat(flat).tolist(), strict=True))
+        numbers = torch.cat(flat).tolist()
+        if self._lost:
+            raise LostPeerError(self._lost)
+        return dict(zip(fetched_names(values), numbers, strict=True))
+
+    def abandon(self, failure: str) -> None:
+        self._lost = failure  # first, since the main thread goes on as soon as its device does
+        end_waits()
+
+    def failed(self, error: Exception) -> Exception:
+        if self._lost and not isinstance(error, NxtrainError):  # such as that of a group which `abandon` has ended
+            error = LostPeerError(self._lost)
+        return super().failed(error)
 
     def scalars(self, *values: float) -> tuple[Tensor, ...]:
         return self.put(torch.tensor(values, dtype=torch.float32)).unbind()

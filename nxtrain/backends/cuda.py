@@ -318,7 +318,7 @@ class CudaBackend(AcceleratorBackend):
         self.diagnostics = CudaDiagnostics(self.device)
         self.collectives.options = group_options
         # Checkpoint plans are exchanged as host objects, which gloo carries without touching the GPU.
-        self._join("cpu:gloo,cuda:nccl", settings.hang_timeout_s, self.device)
+        self._join("cpu:gloo,cuda:nccl", settings.hang_timeout_s, self.device, rejoined=settings.rejoined)
 
     @staticmethod
     def support() -> Support:

@@ -94,6 +94,16 @@ class RankGroup(ABC):
         self._ends_early = True
         return self._failures.failed(error)
 
+    def abandon(self, failure: str) -> None:
+        """End all waits of this rank's device for the other ranks, one of which is lost; for any thread.
+
+        Results of collectives that end so are wrong. The next `fetch` raises a LostPeerError.
+
+        Args:
+            failure: The loss, in words.
+        """
+        raise BackendError(f"backend.name={self.name} cannot leave a rank that is lost")
+
     def compare_graphs(self, work: str) -> None:
         """Compare later graphs between the ranks of a stage before each runs; a comparison takes tens of milliseconds.
 

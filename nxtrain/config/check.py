@@ -28,7 +28,7 @@ from nxtrain.config.load import Loaded, origin_of
 from nxtrain.config.model_folder import read_shape, with_commit
 from nxtrain.config.muon import muon_problems
 from nxtrain.config.precision import precision
-from nxtrain.config.schema import FULLY_SHARDED, ON_XLA, DataConfig, RunConfig
+from nxtrain.config.schema import FULLY_SHARDED, ON_GPUS, ON_XLA, DataConfig, RunConfig
 from nxtrain.config.stages import order, stages, transport
 from nxtrain.config.tables import merge, toml_value
 
@@ -442,8 +442,8 @@ def _in_job(config: RunConfig) -> Iterator[Problem]:
     key, hint = "recovery.in_job", "use recovery.in_job=false, with which all ranks are started again"
     if not recovery.max_restarts:
         yield Problem(key, "replaces lost ranks, and recovery.max_restarts=0 allows none", hint="use 1 or more")
-    if name not in {"auto", "cpu"}:
-        yield Problem(key, f"replaces ranks of CPUs, not of backend.name={name}", hint=hint)
+    if name not in {"auto", "cpu", ON_GPUS}:
+        yield Problem(key, f"replaces ranks of CPUs and GPUs, not of backend.name={name}", hint=hint)
     if nodes > 1:
         yield Problem(key, f"replaces ranks of one machine, and cluster.nodes={nodes}", hint=hint)
     if config.checkpoint.mirror:

@@ -71,7 +71,7 @@ class RecoveryConfig(Section):
     in_job: bool = False
     """Replace lost ranks alone, within max_restarts: the others keep their processes, and the run goes on from their
     memory without a lost step. Where no replica holds the state of a lost rank, all ranks load the newest checkpoint.
-    For CPUs of one machine."""
+    For CPUs and GPUs of one machine; a GPU waits once per step."""
     grace_s: Seconds = 300.0
     """Seconds in which ranks that are asked to stop may finish a step and save; then the launcher kills them.
     Half of it may go into a copy in checkpoint.mirror. A run that is done waits as long for one that is stuck."""

@@ -28,6 +28,12 @@ QUIET_TRANSFERS = Variable(
     "transfers of a pipeline have a communicator for each pair of stages, in which nothing can be serialized",
     "torch 2.9, torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp",
 )
+NO_END_BY_NCCL = Variable(
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "0",
+    "recovery.in_job=true: a rank that has lost another leaves its groups itself, and torch does not end its process",
+    "torch 2.9, `_abort_process_group` in torch/distributed/distributed_c10d.py",
+)
 
 
 def gpu_variables(config: RunConfig, environ: Mapping[str, str]) -> tuple[Variable, ...]:
@@ -42,6 +48,8 @@ def gpu_variables(config: RunConfig, environ: Mapping[str, str]) -> tuple[Variab
     if "PYTORCH_ALLOC_CONF" not in environ:  # which the older name would silence
         reason = "segments of memory grow, so that sizes that change leave no gaps between them"
         variables.append(Variable(ALLOCATOR, "expandable_segments:True", reason, _ALLOCATOR))
+    if config.recovery.in_job:
+        variables.append(NO_END_BY_NCCL)
     if config.cluster.nodes > 1:
         variables += _between_machines(config.cluster.instance)
     return beside(variables, environ)

@@ -52,6 +52,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
 from torch.distributed.launcher import api
 
+from nxtrain.common.distributed.failures import FirstFailure
+from nxtrain.common.distributed.rendezvous import store_of_start
 from nxtrain.common.distributed.replacement import LOOK_S, REPORT_S, RESTARTS, Replacement
 from nxtrain.common.errors import BackendError, ConfigError, StoppedBySignal
 from nxtrain.common.mesh import spans
@@ -70,6 +72,9 @@ LOST = 1
 
 PORT = 29400
 """Default port of torchrun's endpoints."""
+
+NOTICE_S = 1.0
+"""Time in which ranks whose host waits for a lost rank notice the loss themselves."""
 
 LAST_WORDS_S = 5.0
 """Time that the other ranks get after a rank failed, to name the lost rank and to exit by themselves."""
@@ -254,7 +259,9 @@ class Agent(LocalElasticAgent):
         start = worker_group.spec.max_restarts - self._remaining_restarts
         limit = time.monotonic() + REPORT_S
         host, port = str(worker_group.master_addr), int(str(worker_group.master_port))
-        replacement = Replacement(TCPStore(host, port, is_master=False, timeout=timedelta(seconds=REPORT_S)), start)
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=REPORT_S))
+        replacement, failure = Replacement(store, start), FirstFailure(store_of_start(store, start))
+        tell_at = time.monotonic() + NOTICE_S
         while True:
             codes = self._codes()
             living = [rank for rank, code in enumerate(codes) if code is None]
@@ -264,6 +271,9 @@ class Agent(LocalElasticAgent):
                 return False
             if replacement.have_reported(living):
                 break
+            if time.monotonic() > tell_at:  # a GPU waits for a lost rank without a word
+                failure.publish(f"lost ranks: {spans([rank for rank, code in enumerate(codes) if code])}")
+                tell_at = limit
             time.sleep(LOOK_S)
         self._regain(worker_group)
         self._remaining_restarts -= 1

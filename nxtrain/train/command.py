@@ -10,7 +10,7 @@ from itertools import count
 from nxtrain.backends import choose, choose_layers, open_backend
 from nxtrain.backends.base import BackendSettings
 from nxtrain.common.distributed.failures import loss
-from nxtrain.common.distributed.replacement import refuse, rejoin, without_stacks
+from nxtrain.common.distributed.replacement import end_waits, refuse, rejoin, without_stacks
 from nxtrain.common.errors import LostPeerError, RestartError, StoppedBySignal
 from nxtrain.common.process.clock import Instant, now
 from nxtrain.common.process.console import PipeSafeConsole, standard_error
@@ -54,6 +54,7 @@ def train(loaded: Loaded, plan: Resolved, signals: Signals | None = None, began:
             return
         began = now()
         print_line(f"rank {Placement.read().rank}: {lost}; this rank keeps its state, and waits for a replacement")
+        end_waits()
         memory.detach()
         if not rejoin(rejoined):
             raise lost
@@ -132,7 +133,9 @@ def open_run(
         lock: AbstractContextManager[None] = nullcontext()
         if backend.rank == 0 and not backend.extracts:  # a run that only extracts graphs writes nothing
             lock = only_run(folder, standard_error().print, restarted=placement.is_restart, most_s=0.5 * limit_s)
-        watched = Watchdog(backend, limit_s, folder / LOGS_DIR, signals, has_agent=placement.has_agent)
+        keeps_state = config.recovery.in_job
+        logs = folder / LOGS_DIR
+        watched = Watchdog(backend, limit_s, logs, signals, has_agent=placement.has_agent, keeps_state=keeps_state)
         with watched as watchdog, lock:
             yield RunContext.open(backend, plan, reason=reason, placement=placement, began=began, watchdog=watchdog)
     except BaseException as error:

@@ -4,7 +4,9 @@ The update follows the sums over all ranks. So ranks differ by one update at mos
 on from the newest step whose whole state the survivors hold together. A rank without that step receives its tensors
 from a replica: the replacement, and a survivor that is one update behind or was in the midst of one.
 
-Nothing is copied during training: the memory refers to the state itself, which a step changes in its update alone. The
+Nothing is copied during training: the memory refers to the state itself, which a step changes in its update alone. On
+a device that the host does not wait for, the update is queued once the sums have arrived: those of a group that has
+lost a rank are wrong. There, the state goes to the host's memory when the run has ended. The
 record, evaluation and checkpoint of the step are made again where a survivor had not concluded them.
 """
 
@@ -140,6 +142,7 @@ class RankMemory(RunObserver):
         self._result: StepResult | None = None
         self._stability: Mapping[str, Any] = {}
         self._reading = Reading(0)
+        self._counters: dict[str, Tensor] = {}
         self._numbers: dict[bool, StepNumbers] = {}
 
     def watch(self, run: WatchedRun, step: int) -> TrainState:
@@ -155,6 +158,8 @@ class RankMemory(RunObserver):
 
         def section(name: Section) -> None:
             if name == "optimizer":
+                if state.backend.is_asynchronous:
+                    state.backend.fetch({"num_updates": state.optimizer.num_updates})
                 self._is_whole = False
             reported(name)
 
@@ -173,8 +178,12 @@ class RankMemory(RunObserver):
         run, self._run = self._run, None
         if run is None or not self._is_whole:
             return
-        self.shards = run.checkpoints.shards()
-        counters = {name: counter.detach().cpu() for name, counter in run.state.counters.items()}
+        shards = dict(run.checkpoints.shards())
+        if run.state.backend.is_asynchronous:  # the device may have no room for this state and that of the next start
+            for kind, tensors in shards.items():
+                shards[kind] = {name: tensor.cpu() for name, tensor in tensors.items()}
+        self.shards = shards
+        counters = {name: counter.cpu() for name, counter in self._counters.items()}
         before = run.checkpoints.meta_at(self._step, self._stability), counters, self._reading
         after = run.checkpoints.meta_at(self._step, run.guard.kept()), counters, run.guard.reading
         saved_step, initial_norm = run.checkpoints.saved_step, run.initial_norm
@@ -209,3 +218,5 @@ class RankMemory(RunObserver):
         self._result = result
         self._stability = guard.kept()
         self._reading = guard.reading
+        # Copies: a device may add the wrong numbers of the next step to the state's own before its update waits.
+        self._counters = {name: counter.detach().clone() for name, counter in self._run.state.counters.items()}

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.context import ForkServerProcess
@@ -45,12 +45,13 @@ class Launched:
         folder: Path,
         *overrides: str,
         faults: str = "",
+        variables: Mapping[str, str] | None = None,
         under: tuple[str, ...] = (),
         ignores: Sequence[int] | None = None,
     ) -> None:
         self.folder, self.log = folder, folder / OUTPUT
         self.agent: Popen[bytes] | ForkServerProcess
-        words, environ = ("launch", str(folder / "config.toml"), *overrides), {VARIABLE: faults}
+        words, environ = ("launch", str(folder / "config.toml"), *overrides), {VARIABLE: faults, **(variables or {})}
         if ignores is None:
             self.agent = start_command(folder, *words, environ=environ, first=forked_python.command)
             return

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,9 @@ from nxtrain.checkpoint import directory
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, LOGS_DIR, STARTS_FILE, SUMMARY_FILE
 from tests.faults.test_agent import Launched, launched
 from tests.faults.test_data_faults import write_text
+from tests.support import forked_python
 from tests.support.command_ranks import write_config
+from tests.support.deaf_device import HEARD, MUTANT
 from tests.support.recovery import EVERY, PACE, STEPS, Golden, assert_tidy, tensors
 from tests.support.runs import course
 
@@ -27,13 +30,20 @@ RECALLED = re.compile(r"the state of step (\d+) comes from the memory of ranks (
 
 
 class Watched:
-    """A run whose processes are looked at until it ends.
+    """A run whose processes are looked at until it ends; `how` is for `Launched`.
 
     Attributes:
         processes: Sets of the ranks' processes, in the order in which they were seen.
     """
 
-    def __init__(self, folder: Path, *overrides: str, faults: Sequence[str] = (), within_s: float = 100.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *overrides: str,
+        faults: Sequence[str] = (),
+        within_s: float = 100.0,
+        **how: Any,
+    ) -> None:
         folder.mkdir(exist_ok=True)
         write_config(
             folder,
@@ -42,7 +52,7 @@ class Watched:
             recovery={"hang_timeout_s": 20.0, "max_same_step": 0, "max_restarts": 20},
         )
         self.run, self.processes = folder / "run", list[set[int]]()
-        with launched(folder, *overrides, faults=",".join((PACE, *faults))) as run:
+        with launched(folder, *overrides, faults=",".join((PACE, *faults)), **how) as run:
             for _ in range(int(within_s / 0.02)):
                 if run.code(0.02) is not None:
                     break
@@ -128,6 +138,28 @@ def test_an_evaluation_that_loses_a_rank_is_made_again(tmp_path: Path) -> None:
     found.assert_is(golden)
     assert found.recalled == [3, last]
     assert (found.run / SUMMARY_FILE).read_text() == (tmp_path / "golden/run" / SUMMARY_FILE).read_text()
+
+
+ON_DEAF_DEVICES = {forked_python.FIRST: "tests.support.deaf_device:install"}
+
+
+def test_a_device_that_waits_for_a_lost_rank_is_set_free_and_keeps_its_state(tmp_path: Path, golden: Golden) -> None:
+    """The agent tells of the loss, since collectives of GPUs raise no error; a wait that is aborted has wrong sums."""
+    how = (IN_JOB, "checkpoint.async=false", "backend.cpu_transport=gloo")
+    points = ("2:fwd", "4:bwd", "5:reduce", "8:opt", "12:opt")
+    found = Watched(tmp_path, *how, faults=[f"kill@1:{point}" for point in points], variables=ON_DEAF_DEVICES)
+    found.assert_is(golden)
+    assert found.replaced == ["1"] * len(points)
+    assert len(found.survivors(2)) == 1
+    assert found.said.count(HEARD) >= 3
+    assert "lost ranks: 1" in found.said
+
+
+def test_an_update_by_the_sums_of_an_aborted_wait_is_seen(tmp_path: Path, golden: Golden) -> None:
+    how = (IN_JOB, "checkpoint.async=false", "backend.cpu_transport=gloo")
+    variables = {**ON_DEAF_DEVICES, MUTANT: "1"}
+    found = Watched(tmp_path, *how, faults=["kill@1:4:bwd"], variables=variables)
+    assert found.code != 0 or found.golden != golden
 
 
 @pytest.mark.slow

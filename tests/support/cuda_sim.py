@@ -262,6 +262,11 @@ def mark(point: str) -> None:
     _library().cuda_sim_mark(point.encode())
 
 
+def lose_rank() -> None:
+    """Let the pretended device wait for a lost rank, until a communicator is aborted."""
+    _library().cuda_sim_lose()
+
+
 def marked(section: str, call: Callable[..., T]) -> Callable[..., T]:
     """The same function, whose calls are a section of the record."""
 
@@ -309,8 +314,8 @@ def opened_gpu(rank: int = 0, world: int = 1, store: Any = None, settings: Any =
 
     join = c10d.C10dBackend._join
 
-    def join_alone(self: Any, process_group: str, *args: Any) -> None:
-        join(self, process_group.replace("gloo", "fake"), *args)
+    def join_alone(self: Any, process_group: str, *args: Any, **how: Any) -> None:
+        join(self, process_group.replace("gloo", "fake"), *args, **how)
 
     # As gloo, the group that does nothing takes no heed of NCCL's options.
     plugin = Backend._plugins["FAKE"]._replace(creator_fn=lambda common, _: fake_pg._create_fake_pg(common, None))

@@ -26,6 +26,9 @@ PROGRAMS = {"neuron_parallel_compile": "tests.support.parallel_compile"}
 AGENT = "nxtrain.launch.torchrun"
 """Module of the program that starts ranks."""
 
+FIRST = "NXTRAIN_TEST_FIRST"
+"""Variable with a function that each program calls first, as MODULE:FUNCTION."""
+
 _START = _posixsubprocess.fork_exec
 
 
@@ -122,6 +125,9 @@ def _run(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if argv[0] == "env":
         os.chdir(argv[1].removeprefix("--chdir="))
     _adopt(env)
+    if FIRST in env:
+        module, _, function = env[FIRST].partition(":")
+        getattr(importlib.import_module(module), function)()
     sys.orig_argv, sys.argv = [*argv], [name, *words]
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(at, mode, 1, closefd=False) for at, mode in enumerate("rww"))
     sys.modules.pop(name if "." in name else f"{name}.__main__", None)  # a program begins with its module afresh

@@ -39,13 +39,18 @@ def meet(rank: int, world: int, timeout: timedelta, rejoined: int = 0) -> Store:
         store.set_timeout(timeout)
         placement = Placement.read()
         if placement.is_only_agent:
-            store = PrefixStore(f"nxtrain/start/{placement.restarts + rejoined}", store)
+            store = store_of_start(store, placement.restarts + rejoined)
         refusal = _refusal(store, rank, world, timeout)
     except DistError as error:
         raise _no_way(first_line(error)) from error
     if refusal:
         raise BackendError(refusal)
     return store
+
+
+def store_of_start(store: Store, start: int) -> Store:
+    """Part of an agent's store for one start, whose number is the agent's count of restarts."""
+    return PrefixStore(f"nxtrain/start/{start}", store)
 
 
 def connect(host: str, port: int, rank: int, timeout: timedelta) -> Store:

@@ -100,8 +100,17 @@ def refuse(rejoined: int) -> None:
             replacement.refuse()
 
 
+def end_waits() -> None:
+    """Abort the process groups after the loss of a peer, so that no thread and no device waits in a group any longer.
+
+    Tensors of the device can be read only then.
+    """
+    if dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()
+
+
 def rejoin(rejoined: int) -> bool:
-    """Leave the process groups after the loss of a peer, and wait for the next start.
+    """Leave the aborted process groups, and wait for the next start.
 
     Args:
         rejoined: Times that this process has met the other ranks again.
@@ -109,8 +118,6 @@ def rejoin(rejoined: int) -> bool:
     Returns:
         True if this process goes on as a rank of the next start; False if it must end.
     """
-    if dist.is_initialized():
-        dist.distributed_c10d._abort_process_group()  # no thread of this process waits in a group any longer
     gc.collect()  # a process group of gloo leaves its peers once nothing refers to the group
     for thread in threading.enumerate():
         if thread.name == WRITER:  # its files would meet those of the next start

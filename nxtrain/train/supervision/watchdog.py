@@ -97,13 +97,21 @@ class Watchdog(RunObserver):
     Args:
         hang_timeout_s: Seconds without progress after which the run counts as hung.
         has_agent: The parent process is an agent; without its agent this process ends.
+        keeps_state: This process goes on with its state when another rank is lost.
 
     Attributes:
         gate: Gate before each step.
     """
 
     def __init__(
-        self, backend: Backend, hang_timeout_s: float, logs: Path, signals: Signals, *, has_agent: bool = False
+        self,
+        backend: Backend,
+        hang_timeout_s: float,
+        logs: Path,
+        signals: Signals,
+        *,
+        has_agent: bool = False,
+        keeps_state: bool = False,
     ) -> None:
         self._observers = RunObserver()
         self._backend = backend
@@ -128,6 +136,7 @@ class Watchdog(RunObserver):
         self._ended = threading.Event()
         self._next_beat = self._next_failure = 0.0
         self._failure_at: float | None = None
+        self._keeps_state = keeps_state
         self._failures: set[str] = set()
         self._agent = os.getppid() if has_agent else None
         self._host = socket.gethostname()
@@ -321,7 +330,10 @@ class Watchdog(RunObserver):
             self._link.lose()
 
     def _look_at_failure(self) -> None:
-        """End a rank whose device waits for a rank that has failed, since its main thread never learns of that."""
+        """End a rank whose device waits for a rank that has failed, since its main thread never learns of that.
+
+        A rank that keeps its state ends the waits alone.
+        """
         board, now_s = self._link.store, time.monotonic()
         if not self._backend.is_asynchronous or board is None or now_s < self._next_failure:
             return
@@ -331,6 +343,11 @@ class Watchdog(RunObserver):
         except RuntimeError:  # as in `_look_at_others`
             return
         if not failure:
+            return
+        if self._keeps_state:
+            if self._failure_at is None:
+                self._failure_at = now_s
+                self._backend.abandon(failure)
             return
         if self._failure_at is None:
             self._failure_at = now_s

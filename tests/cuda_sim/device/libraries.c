@@ -109,7 +109,11 @@ ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t *op
     return open(opened, id, 0, key);  // the record of all ranks has its size
 }
 ncclResult_t ncclCommDestroy(ncclComm_t communicator) { return free(communicator), ncclSuccess; }
-ncclResult_t ncclCommAbort(ncclComm_t communicator) { return free(communicator), ncclSuccess; }
+ncclResult_t ncclCommAbort(ncclComm_t communicator) {
+    record("abort comm=%lx", of(communicator)->id);
+    waits_for_lost = 0;
+    return ncclCommDestroy(communicator);
+}
 ncclResult_t ncclCommGetAsyncError(ncclComm_t communicator, ncclResult_t *error) { return *error = 0, ncclSuccess; }
 ncclResult_t ncclCommCount(ncclComm_t communicator, int *size) { return *size = of(communicator)->size, ncclSuccess; }
 ncclResult_t ncclCommUserRank(ncclComm_t communicator, int *rank) { return *rank = of(communicator)->rank, ncclSuccess; }

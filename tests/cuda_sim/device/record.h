@@ -3,3 +3,6 @@
 
 // Append an event to the record, if one is being made.
 __attribute__((visibility("hidden"), format(printf, 1, 2))) void record(const char *format, ...);
+
+// True while the device waits for a lost rank: until a communicator is aborted.
+__attribute__((visibility("hidden"))) extern volatile int waits_for_lost;

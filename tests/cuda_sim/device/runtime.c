@@ -265,8 +265,13 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, i
     return cudaSuccess;
 }
 cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
+
+volatile int waits_for_lost = 0;
+void cuda_sim_lose(void) { waits_for_lost = 1; }
+
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     record("sync of=stream stream=%lx", (long)stream);
+    while (waits_for_lost) usleep(1000);
     return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize(void) {

@@ -121,7 +121,7 @@ REFUSED = [
     ("run.dir=runs/a checkpoint.mirror=runs/a/copies", "checkpoint.mirror", "lies in run.dir=runs/a"),
     ("run.dir=runs/a checkpoint.mirror=runs/a", "checkpoint.mirror", "lies in run.dir=runs/a"),
     ("recovery.in_job=true", "recovery.in_job", "recovery.max_restarts=0 allows none"),
-    (f"{IN_JOB} backend.name=cuda", "recovery.in_job", "ranks of CPUs, not of backend.name=cuda"),
+    (f"{IN_JOB} backend.name=neuron", "recovery.in_job", "ranks of CPUs and GPUs, not of backend.name=neuron"),
     (f"{IN_JOB} backend.name=cpu cluster.nodes=2", "recovery.in_job", "one machine, and cluster.nodes=2"),
     (f"{IN_JOB} run.dir=runs/a checkpoint.mirror=runs/b", "recovery.in_job", "upload to checkpoint.mirror"),
 ]

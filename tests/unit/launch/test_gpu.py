@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nxtrain.config.load import load
-from nxtrain.launch.gpu import QUIET_TRANSFERS, RECORDING, gpu_variables
+from nxtrain.launch.gpu import NO_END_BY_NCCL, QUIET_TRANSFERS, RECORDING, gpu_variables
 from tests.support import ROOT, TINY
 from tests.support.launch_cases import local_command
 
@@ -25,6 +25,7 @@ RDMA = {"FI_EFA_USE_DEVICE_RDMA": "1"}
         (["cluster.nodes=2", "cluster.instance=p5.48xlarge"], ALONE | TOGETHER | EFA),
         (["cluster.nodes=2", "cluster.instance=p4d.24xlarge"], ALONE | TOGETHER | EFA | RDMA),
         (["cluster.instance=p5.48xlarge"], ALONE),
+        (["recovery.in_job=true"], ALONE | {NO_END_BY_NCCL.name: "0"}),
     ],
 )
 def test_each_machine_has_its_variables_with_reason_and_source(overrides: list[str], wanted: dict[str, str]) -> None:

@@ -75,8 +75,10 @@ def watch(
     *,
     compiles: bool = False,
     asynchronous: bool = False,
+    abandon: Callable[[str], None] | None = None,
 ) -> Watchdog:
     backend = SimpleNamespace(
+        abandon=abandon,
         rank=1 if board else 0,
         world=2 if board else 1,
         compiles_at_first_use=compiles,
@@ -85,7 +87,8 @@ def watch(
         diagnostics=Diagnostics(),
         heartbeat_store=lambda: cast("HeartbeatStore | None", board),
     )
-    return Watchdog(cast("Backend", backend), limit_s, folder / LOGS_DIR, Signals())
+    keeps_state = abandon is not None
+    return Watchdog(cast("Backend", backend), limit_s, folder / LOGS_DIR, Signals(), keeps_state=keeps_state)
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -218,6 +221,17 @@ def test_a_rank_whose_device_waits_for_a_failed_one_says_so_and_ends(
     assert ended == ([LostPeerError.exit_code] if case == "waits" else [])
     said = "error: rank 1: rank 0 failed: DataError: no rows\nrank 1 needs it, and ends too"
     assert (said in capfd.readouterr().err) == bool(ended)
+
+
+def test_a_rank_that_keeps_its_state_ends_the_waits_of_its_device_alone_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abandoned: list[str] = []
+    monkeypatch.setattr(watchdogs, "FAILURE_S", 0.0)
+    watchdog = watch(tmp_path, SlowStore(0), asynchronous=True, abandon=abandoned.append)
+    for _ in range(3):
+        watchdog._look_at_failure()
+    assert abandoned == ["rank 0 failed: DataError: no rows"]
 
 
 def test_one_call_at_a_time_is_under_way() -> None:
