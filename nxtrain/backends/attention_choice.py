@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from nxtrain.config.schema import RunConfig
 
 GpuKernel = Literal["sdpa", "cudnn", "flash", "flash3", "flash4", "efficient", "fused"]
-AttentionKind = Literal[GpuKernel, "bounded", "flex", "plain", "blocked", "per-document"]
+AttentionKind = Literal[GpuKernel, "bounded", "ring", "flex", "plain", "blocked", "per-document"]
 """Kernels without scores in memory: FlashAttention or NKI's, its releases 3 and 4, cuDNN's, torch's memory-efficient
-one, the first of them that a GPU has, and the one that torch takes. NKI's with bounds of keys per query. Torch's
-FlexAttention; elementary operations on all scores; those on the scores of a block of queries at a time; a call per
-document."""
+one, the first of them that a GPU has, and the one that torch takes. NKI's with bounds of keys per query, and NKI's of
+ranks that pass keys on. Torch's FlexAttention; elementary operations on all scores; those on the scores of a block of
+queries at a time; a call per document."""
 
 CUDA_KERNELS: dict[str, str] = {
     "sdpa": "as torch's release chooses between its kernels",
@@ -409,3 +409,8 @@ def context_method(wanted: Literal["auto"] | ContextMethod, backend: str) -> Con
     if backend in ("cpu", "cuda"):
         return "ring"
     return "gather"
+
+
+def layout_of_ring(layout: Literal["auto"] | CutLayout) -> CutLayout:
+    """Positions of a rank of a ring; `auto` takes stripes, which balance the work."""
+    return "striped" if layout == "auto" else layout

@@ -17,6 +17,7 @@ from nxtrain.backends.expert_choice import ExpertShape
 from nxtrain.backends.rank_group import RankGroup
 from nxtrain.common.distributed.collectives import Collectives, Pending
 from nxtrain.common.errors import ConfigError, Problem
+from nxtrain.common.layers import RingAttention
 from nxtrain.common.mesh import Axis, Mesh
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ class Backend(RankGroup):
         diagnostics: Measurements of the device.
         float8: Products in float8, in words; empty: there are none.
         experts: Products of experts, in words; empty: there is no choice.
+        ring: Kernel of attention between context parallel ranks; None: there is none, or it is not chosen.
         attention: Chosen implementation of attention; None: the device has one only, or none is chosen yet.
         compiler_options: Options of `torch.compile` for `compiler`; None: its defaults.
     """
@@ -153,6 +155,7 @@ class Backend(RankGroup):
     diagnostics: Diagnostics = Diagnostics()
     float8: str = ""
     experts: str = ""
+    ring: RingAttention | None = None
     attention: AttentionChoice | None = None
     compiler_options: dict[str, Any] | None = None
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nxtrain.backends.attention_tiles import MaskKind, Tile, first_seen, listed, tiles, undivided_tiles, waves
-from nxtrain.backends.ranged_attention import Blocks, whole_rows
+from nxtrain.backends.ranged_attention import AttentionToRanges, Blocks, whole_rows
 from nxtrain.backends.sdpa_kernels import TRIAL_TOKENS, first_line, relative_error, wrong_numbers
 from nxtrain.common.kernels import KeyRanges, Pieces
 
@@ -271,11 +271,20 @@ def failure(ranges: FlashRanges, device: torch.device, dtype: torch.dtype, head_
     own, whole = (torch.from_numpy(listed(side)).to(device) for side in (pieces, row))
     cut = replace(KeyRanges.of(None, own), keys=whole, known=(pieces, row))
     short = q, k[:length], v[:length]
-    tries = [(short, whole_rows(q, starts)), (short, whole_rows(q, None, half)), ((q, k, v), cut)]
+    return trial(ranges, [(short, whole_rows(q, starts)), (short, whole_rows(q, None, half)), ((q, k, v), cut)])
+
+
+def trial(kernels: AttentionToRanges, tries: Sequence[tuple[Sequence[Tensor], KeyRanges]]) -> str:
+    """Compare attentions with those of blocks in float32; return the reason against the kernels, or nothing.
+
+    Args:
+        kernels: The kernels.
+        tries: Queries, keys and values of each attention, and its ranges.
+    """
     try:
         errors = []
         for given, tried in tries:
-            actual = _passes(given, tried, ranges)
+            actual = _passes(given, tried, kernels)
             wanted = _passes([x.float() for x in given], tried, Blocks())
             errors += [relative_error(x, y) for x, y in zip(actual, wanted, strict=True)]
         worst = float(torch.stack(errors).max())
@@ -284,7 +293,7 @@ def failure(ranges: FlashRanges, device: torch.device, dtype: torch.dtype, head_
     return wrong_numbers(worst)
 
 
-def _passes(qkv: Sequence[Tensor], ranges: KeyRanges, kernels: FlashRanges | Blocks) -> list[Tensor]:
+def _passes(qkv: Sequence[Tensor], ranges: KeyRanges, kernels: AttentionToRanges) -> list[Tensor]:
     """Output and gradients of an attention to ranges."""
     q, k, v = qkv
     out, log_sums = kernels.attend(q, k, v, ranges)

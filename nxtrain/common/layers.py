@@ -69,6 +69,20 @@ class ContextAttention(ABC):
         """
 
 
+class RingAttention(ABC):
+    """Kernel of causal attention between ranks that share the positions of each sequence."""
+
+    @abstractmethod
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Output of this rank's queries, and what the backward pass needs: (T, B, N, H), (T, B, K, H) twice."""
+
+    @abstractmethod
+    def attend_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of this rank's queries, keys and values, by that of the output."""
+
+
 class RouterLosses(ABC):
     """Losses of the routers of a model with experts."""
 

@@ -135,9 +135,11 @@ class ParallelConfig(Section):
     cp: Degree = 1
     """Context parallel degree: ranks that share the positions of each sequence."""
     cp_layout: Literal["auto", "contiguous", "zigzag", "striped"] = "auto"
-    """Positions of a cp rank: a piece, a piece from each end, or every cp-th; auto: zigzag, else striped."""
+    """Positions of a cp rank: a piece, a piece from each end, or every cp-th; auto: zigzag, else striped. Ring kernels
+    of the NKI Library take striped."""
     cp_method: Literal["auto", "gather", "ring"] = "auto"
-    """Exchange of keys and values over cp: gathered, or passed in a ring; auto: ring on cpu and cuda, else gather."""
+    """Exchange of keys and values over cp: gathered, or passed in a ring; auto: ring on cpu and cuda, and where the NKI
+    Library's ring kernels can run, else gather."""
     ep: Degree = 1
     """Expert parallel degree: adjacent ranks of dp x cp that divide the experts, whose tokens they exchange."""
     sequence_parallel: bool = False

@@ -14,7 +14,7 @@ from nxtrain.backends.neuron import torchneuron, torchneuron_names
 from nxtrain.backends.neuron.attention import choose
 from nxtrain.backends.neuron.experts import choose_experts
 from nxtrain.backends.neuron.hardware import FIRST_GENERATION, INSTANCES, this_machine
-from nxtrain.backends.neuron.native_attention import SWITCH, choose_native
+from nxtrain.backends.neuron.native_attention import SWITCH, choose_native, library_lacking
 from nxtrain.backends.neuron.sdk import RECOMMENDED, Package, SdkVersion, detect, installed, support
 from nxtrain.common.dimensions import Dimensions
 from nxtrain.common.errors import BackendError, ConfigError, Problem
@@ -208,7 +208,9 @@ def announced_attention(config: RunConfig, backend: str, environ: Mapping[str, s
     if backend == "neuron":
         return attention_of(config, machine_of(config), detect(), installed("neuronx-distributed"))
     if backend == "neuron-native":
-        return choose_native(wanted, shape, switched_off=environ.get(SWITCH) == "0")
+        instance = machine_of(config)
+        lnc = 1 if instance is None else instance.physical_cores
+        return choose_native(wanted, shape, switched_off=environ.get(SWITCH) == "0", library=library_lacking(), lnc=lnc)
     return choose_torch(backend, wanted, shape)
 
 

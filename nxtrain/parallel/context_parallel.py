@@ -30,7 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nxtrain.common.distributed.collectives import Collectives
 from nxtrain.common.kernels import Kernels, KeyRanges
-from nxtrain.common.layers import ContextAttention
+from nxtrain.common.layers import ContextAttention, RingAttention
 from nxtrain.common.mesh import Axis
 from nxtrain.common.sequence_cut import ContextMethod, SequenceCut
 
@@ -45,6 +45,8 @@ class ContextParallel(ContextAttention):
         method: Exchange of keys and values.
         comm: Collectives.
         kernels: Kernels of the device.
+        ring: Kernel that passes keys and values on itself, for layers whose queries see all keys before them; None:
+            there is none.
     """
 
     axis: Axis
@@ -52,6 +54,7 @@ class ContextParallel(ContextAttention):
     method: ContextMethod
     comm: Collectives
     kernels: Kernels
+    ring: RingAttention | None = None
     _hops: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     """Hops by the window of a layer, of each uploaded tensor of documents."""
 
@@ -66,6 +69,8 @@ class ContextParallel(ContextAttention):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, starts: Tensor | None, window: int | None = None
     ) -> Tensor:
+        if self.ring is not None and starts is None and window is None:
+            return _FusedRing.apply(q, k, v, self.ring)  # type: ignore[no-any-return]
         ranges = KeyRanges.of(starts, positions, window)
         # A graph has no number for each position: under torch.compile every query meets all keys, as on lazy devices.
         if not (self.comm.lazy or torch.compiler.is_compiling()):
@@ -141,6 +146,21 @@ def _gathered(k: Tensor, v: Tensor, ranges: KeyRanges, context: ContextParallel)
     keys, values = context.in_order(context.comm.all_gather(packed, context.axis)).chunk(2, dim=2)
     whole = torch.arange(keys.shape[0], device=keys.device)
     return keys, values, replace(ranges, keys=whole)
+
+
+class _FusedRing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: RingAttention) -> Tensor:
+        out, log_sums = ring.attend(q, k, v)
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        ctx.ring = ring
+        return out.to(q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, log_sums = ctx.saved_tensors
+        grads = ctx.ring.attend_backward(grad, q, k, v, out, log_sums)
+        return (*(x.to(q.dtype) for x in grads), None)
 
 
 class _Ring(torch.autograd.Function):

@@ -10,7 +10,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from nxtrain.backends.attention_choice import context_method
+from nxtrain.backends.attention_choice import context_method, layout_of_ring
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint.convert.hf_folder import HfWeights
 from nxtrain.checkpoint.convert.peft import AdapterWeights
@@ -257,8 +257,9 @@ def context_parallel_of(plan: Resolved, backend: Backend, mesh: Mesh) -> Context
     if mesh.cp_size == 1:
         return None
     method = context_method(parallel.cp_method, backend.name)
-    cut = SequenceCut.of(plan.config.train.seq_len, mesh.cp_size, parallel.cp_layout)
-    return ContextParallel(mesh.cp, cut, method, backend.collectives, backend.kernels)
+    layout = parallel.cp_layout if backend.ring is None else layout_of_ring(parallel.cp_layout)
+    cut = SequenceCut.of(plan.config.train.seq_len, mesh.cp_size, layout)
+    return ContextParallel(mesh.cp, cut, method, backend.collectives, backend.kernels, backend.ring)
 
 
 def whole_shapes(plan: Resolved, backend: Backend) -> dict[str, tuple[int, ...]]:

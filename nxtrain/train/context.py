@@ -16,7 +16,8 @@ from nxtrain.common.process.placement import Placement
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
 from nxtrain.metrics.run_observer import Work
-from nxtrain.train.build import mesh_of
+from nxtrain.train.build import context_parallel_of, mesh_of
+from nxtrain.train.ring_trial import refuse_wrong_ring
 from nxtrain.train.supervision.watchdog import Watchdog
 
 
@@ -73,6 +74,7 @@ class RunContext:
         mesh, config = mesh_of(plan, backend), plan.config
         placement = placement or Placement.read()
         backend.choose_attention(config.backend.attention, AttentionShape.of(config, plan.dimensions))
+        refuse_wrong_ring(backend, context_parallel_of(plan, backend, mesh), plan.dimensions.head_size)
         backend.choose_experts(config.backend.experts, ExpertShape.of(config, plan.dimensions))
         backend.choose_rounding(config.precision.update, config.backend.rounding)
         backend.choose_float8(config.precision.fp8, config.precision.params)

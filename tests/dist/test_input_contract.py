@@ -21,6 +21,7 @@ PARALLEL = (
     "_VocabCrossEntropy",
     "_Gather",
     "_Ring",
+    "_FusedRing",
 )
 
 

@@ -28,7 +28,6 @@ from nxtrain.nn.balance import _WithGradientOf
 from nxtrain.nn.quantized import _RestoredProduct
 from nxtrain.parallel.blockwise_experts import _Blockwise
 from nxtrain.parallel.chunks import _InChunks, _Saved, in_chunks
-from nxtrain.parallel.context_parallel import _Gather, _Ring
 from nxtrain.parallel.expert_products import BlockProducts, ExpertProducts, GroupedProduct
 from nxtrain.parallel.float8 import _Float8Product
 from nxtrain.parallel.graph_sharding import _GatherUnit
@@ -67,7 +66,7 @@ from tests.support.contract_kernels import (
     rotated_operands,
     swiglu_shape,
 )
-from tests.support.contract_ranges import LENGTHS, gathered_context, ranged, ring_context, with_sinks
+from tests.support.contract_ranges import CONTEXT_CASES, LENGTHS, ranged, with_sinks
 from tests.support.contract_regions import gather_sequence, gather_unit, reduce_gradient, reduce_sum, scatter_sequence
 from tests.support.float8 import float8_product
 
@@ -413,8 +412,7 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     _WideFlashAttention: wide_flash,
     RangedAttention: ranged,
     SinkAttention: with_sinks,
-    _Gather: gathered_context,
-    _Ring: ring_context,
+    **CONTEXT_CASES,
     SavingProduct: product,
     _Biased: biased,
     _RestoredProduct: restored_product,
@@ -446,5 +444,5 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
 """By function."""
 
 
-NOT_ECHOED = (_TokenCrossEntropy, _VocabCrossEntropy, _Gather, _Ring)
+NOT_ECHOED = (_TokenCrossEntropy, _VocabCrossEntropy, *CONTEXT_CASES)
 """Functions whose ranks have different inputs: several ranks need a process group."""

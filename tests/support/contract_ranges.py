@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,9 @@ from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.ranged_attention import RangedAttention, SinkAttention
 from nxtrain.backends.torch_kernels import FusedKernels
 from nxtrain.common.kernels import Kernels, KeyRanges
+from nxtrain.common.layers import RingAttention
 from nxtrain.common.sequence_cut import ContextMethod, CutLayout, SequenceCut
-from nxtrain.parallel.context_parallel import ContextParallel, _Gather, _Ring
+from nxtrain.parallel.context_parallel import ContextParallel, _FusedRing, _Gather, _gathered, _Ring
 from tests.support.contract import Operand, Shape, Update, Work, compare
 
 if TYPE_CHECKING:
@@ -191,6 +192,32 @@ def ring_context(ranks: Ranks, rng: Random) -> Work:
     return _context(ranks, rng, _Ring, "ring")
 
 
+def fused_context(ranks: Ranks, rng: Random) -> Work:
+    """Attention of ranks whose kernel passes their keys on."""
+    return _context(ranks, rng, _FusedRing, "gather")
+
+
+class _GatheringRing(RingAttention):
+    """A kernel of a ring by elementary operations on the keys of all ranks."""
+
+    def __init__(self, context: ContextParallel, ranges: KeyRanges) -> None:
+        self._context, self._ranges = context, ranges
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values, ranges = _gathered(k, v, ranges_on(q.device, self._ranges), self._context)
+        return self._context.kernels.attend(q, keys, values, ranges)
+
+    def attend_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        keys, values, ranges = _gathered(k, v, ranges_on(q.device, self._ranges), self._context)
+        given = keys, values, out.to(q.dtype), log_sums, ranges
+        q_grad, k_grad, v_grad = self._context.kernels.attend_backward(grad, q, *given)
+        by_rank = (self._context.by_rank(x.float()).contiguous() for x in (k_grad, v_grad))
+        own = [self._context.comm.reduce_scatter(x, self._context.axis) for x in by_rank]
+        return q_grad, own[0], own[1]
+
+
 def _context(ranks: Ranks, rng: Random, function: Any, method: ContextMethod) -> Work:
     size, own, batch = ranks.axis.size, ranks.axis.rank, rng.choice((1, 2))
     layouts: tuple[CutLayout, ...] = ("contiguous", "zigzag", "striped")
@@ -201,6 +228,8 @@ def _context(ranks: Ranks, rng: Random, function: Any, method: ContextMethod) ->
     of_ranks = [KeyRanges.of(starts[:, positions], positions, window) for positions in places]
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if function is _FusedRing:
+            return _FusedRing.apply(q, k, v, _GatheringRing(context, of_ranks[own]))  # type: ignore[no-any-return]
         return function.apply(q, k, v, ranges_on(q.device, of_ranks[own]), context)  # type: ignore[no-any-return]
 
     def whole(x: Tensor) -> Tensor:
@@ -220,3 +249,11 @@ def _context(ranks: Ranks, rng: Random, function: Any, method: ContextMethod) ->
     q, kv = (cut.seq_len // size, batch, kv_heads * repeats, 4), (cut.seq_len // size, batch, kv_heads, 4)
     operands = {"q": Operand(q, always=True), "k": Operand(kv, always=True), "v": Operand(kv, always=True)}
     return Work(f"{function.__name__} on {q} and {kv}, {cut}", operands, call, exact)
+
+
+CONTEXT_CASES: dict[type, Callable[[Ranks, Random], Work]] = {
+    _Gather: gathered_context,
+    _Ring: ring_context,
+    _FusedRing: fused_context,
+}
+"""Functions of context parallel ranks."""

@@ -5,6 +5,8 @@ precision, whose products are bfloat16.
 
 Shapes: B query heads of sequences, G key/value heads, S sequence, D head dimension, P partitions of 128.
 
+With bounds of each sequence, SDK 2.33, a backward call has several sequences.
+
 Source: src/nkilib_src/nkilib/core/attention/attention_cte.py and attention_bwd.py in
 https://github.com/aws-neuron/nki-library at d2ad3a5, its tag 2.29.
 """
@@ -84,7 +86,9 @@ def _forward(
     assert scale == 1.0, "range_select path doesn't support scale != 1.0"
     assert bound_min is not None
     assert bound_max is not None
-    assert tuple(bound_min.shape) == tuple(bound_max.shape) == (length, 1)
+    # One row of bounds in SDK 2.29; in 2.33 one for each query head of each sequence.
+    assert tuple(bound_min.shape) == tuple(bound_max.shape)
+    assert tuple(bound_min.shape) in ((length, 1), (heads, length, 1))
     keys, values = (x.double().repeat_interleave(heads // groups, dim=0) for x in (k, v))
     scores = q.double() @ keys
     at = torch.arange(length, device=q.device)
@@ -128,15 +132,20 @@ def _backward(
     assert length % PARTITIONS == 0
     assert bound_min is not None
     assert bound_max is not None
-    assert tuple(bound_min.shape) == tuple(bound_max.shape) == (length,)
+    assert tuple(bound_min.shape) == tuple(bound_max.shape)
+    if bound_min.ndim == 1:  # SDK 2.29
+        assert batch == 1
+        assert bound_min.shape == (length,)
+        bound_min, bound_max = bound_min.unsqueeze(0), bound_max.unsqueeze(0)
+    assert tuple(bound_min.shape) == (batch, length)
     assert bound_min.dtype == bound_max.dtype == torch.float32
     scale = softmax_scale or size**-0.5
     repeats = heads // groups
     q, o, dy = (x.double() for x in (q_ref, o_ref, dy_ref))
     k, v = (x.double().repeat_interleave(repeats, dim=1) for x in (k_ref, v_ref))
     at = torch.arange(length, device=q.device)
-    end = torch.minimum(bound_max.double(), at + 1).unsqueeze(1)
-    seen = (at >= bound_min.double().unsqueeze(1)) & (at < end)
+    end = torch.minimum(bound_max.double(), at + 1).unsqueeze(-1)
+    seen = ((at >= bound_min.double().unsqueeze(-1)) & (at < end)).unsqueeze(1)  # of all heads
     lse = lse_ref.double().transpose(2, 3).flatten(2)
     scores = torch.where(seen, q.transpose(2, 3) @ k * scale, MASKED)
     weights = torch.exp(scores - lse.unsqueeze(3))

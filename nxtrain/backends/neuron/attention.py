@@ -33,7 +33,7 @@ LONGEST_BOUNDED = 131072
 MOST_BOUNDED_HEADS = 512
 """Most query heads. Source: `_MAX_BS` in attention_cte.py."""
 
-_BOUNDED = "the NKI Library's kernels with bounds"
+BOUNDED = "the NKI Library's kernels with bounds"
 
 
 def choose(
@@ -72,9 +72,9 @@ def choose(
     if shape.limits and wanted != "plain":
         against = list(_unbounded(shape, instance, sdk))
         if not against:
-            reason = f"{'; '.join(shape.limits)}, by {_BOUNDED} of keys per query, Neuron SDK {sdk}"
+            reason = f"{'; '.join(shape.limits)}, by {BOUNDED} of keys per query, Neuron SDK {sdk}"
             return AttentionChoice("bounded", f"{reason}, a call for each sequence of a micro-batch", cores)
-        obstacles.insert(0, f"{_BOUNDED} cannot be had: {'; '.join(against)}")
+        obstacles.insert(0, f"{BOUNDED} cannot be had: {'; '.join(against)}")
     version = distributed.version if distributed else ""
     flash = AttentionChoice("flash", f"NKI's kernel of neuronx-distributed {version}, Neuron SDK {sdk}", cores)
     return choose_by("neuron", wanted, shape, obstacles, flash, "NKI's kernel")
@@ -118,11 +118,20 @@ def _unbounded(shape: AttentionShape, instance: Machine | None, sdk: SdkVersion 
         yield "they select ranges by an instruction of Trn2"
     if sdk != BOUNDED_SDK:
         yield f"they are those of Neuron SDK {BOUNDED_SDK}, and this is {sdk or 'no known release'}"
+    yield from misfits_of_bounded(shape, shape.num_heads)
+
+
+def misfits_of_bounded(shape: AttentionShape, num_heads: int) -> Iterator[str]:
+    """Reasons of the shape against the kernels with bounds.
+
+    Args:
+        num_heads: Query heads of a call.
+    """
     if shape.params != "bf16":
         yield f"they multiply in bf16, which precision.params={shape.params} does not ask for"
     if shape.seq_len % BOUNDED_TILE or shape.seq_len > LONGEST_BOUNDED:
         yield f"train.seq_len={shape.seq_len} is no multiple of {BOUNDED_TILE} up to {LONGEST_BOUNDED:,}"
     if shape.head_size > MAX_HEAD_SIZE:
         yield f"heads are {shape.head_size} wide, and they take {MAX_HEAD_SIZE} at most"
-    if shape.num_heads > MOST_BOUNDED_HEADS:
-        yield f"{shape.num_heads} query heads per rank, and they take {MOST_BOUNDED_HEADS} at most"
+    if num_heads > MOST_BOUNDED_HEADS:
+        yield f"{num_heads} query heads per rank, and they take {MOST_BOUNDED_HEADS} at most"

@@ -1,15 +1,16 @@
 """Attention inside of documents and windows by kernels of the NKI Library, which take bounds of the keys per query.
 
-The kernels are those that the compiler of Neuron SDK 2.29 brings along: `attention_cte` forward, and `attention_bwd`.
-Queries are scaled before both, since the forward kernel with bounds takes a scale of 1 alone. The backward kernel of
-this release has one row of bounds for all sequences, so that each sequence of a micro-batch is a call.
+The kernels are `attention_cte` forward, and `attention_bwd`, which the compiler brings along. Queries are scaled before
+both, since the forward kernel with bounds takes a scale of 1 alone. In Neuron SDK 2.29 all sequences of a call have one
+row of bounds, so that each sequence of a micro-batch is a call. In 2.33, on TorchNeuron, each has its own.
 
 No Trainium has run these calls. A stand-in with their signatures holds layouts, bounds and gradients in tests.
 
-Shapes: S sequence, N query heads, K key/value heads, H head dimension, P partitions of 128.
+Shapes: S sequence, N query heads, K key/value heads, H head dimension, R sequences of a call, P partitions of 128.
 
 Source: src/nkilib_src/nkilib/core/attention/attention_cte.py and attention_bwd.py in
-https://github.com/aws-neuron/nki-library at d2ad3a5, its tag 2.29.
+https://github.com/aws-neuron/nki-library at d2ad3a5, its tag 2.29, and attention_cte.py at 092a49d for the bounds of
+each sequence; those of attention_bwd are in its `validate_inputs` of the same time.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from nxtrain.common.kernels import KeyRanges
 PARTITIONS = 128
 """Queries of a tile of both kernels."""
 
-Kernel = Callable[..., Any]
-"""A kernel of NKI; `kernel[cores]` shares the work between the physical cores of a logical one."""
+Operation = Callable[..., tuple[Tensor, Tensor, Tensor]]
+"""A kernel with its constant arguments: of tensors, and of the cores that share the work."""
 
 
 @dataclass(frozen=True)
@@ -37,72 +38,117 @@ class BoundedKernels:
     """Attention of whole rows to ranges of keys, as `Kernels.attend` and `Kernels.attend_backward` have it.
 
     Args:
-        forward: `attention_cte`.
-        backward: `attention_bwd`.
+        forward, backward: Operations of `launches`.
         lnc: Physical cores of a logical one. They share key/value heads.
+        together: Each sequence of a call has bounds of its own, and a call takes all sequences.
     """
 
-    forward: Any
-    backward: Any
+    forward: Operation
+    backward: Operation
     lnc: int
+    together: bool = False
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
         """`Kernels.attend`."""
+        num_heads, cores = q.shape[2], self._cores(k.shape[2])
         outs, sums = [], []
-        kernel = self._shared(self.forward, k.shape[2])
-        for row, (low, high) in enumerate(_bounds(ranges, q.shape[1])):
-            queries, keys, values = (x[:, row] for x in (_scaled(q), k, v))
-            out, negative_peak, inverse_sum = kernel(
-                queries.transpose(0, 1).contiguous(),  # (N, S, H)
-                keys.permute(1, 2, 0).contiguous(),  # (K, H, S)
-                values.transpose(0, 1).contiguous(),  # (K, S, H)
-                scale=1.0,
-                causal_mask=True,
-                tp_q=True,
-                tp_k=False,
-                cache_softmax=True,
-                bound_min=low.unsqueeze(1),
-                bound_max=high.unsqueeze(1),
+        for rows, low, high in self._calls(ranges, q.shape[1]):
+            queries, keys, values = (x[:, rows] for x in (_scaled(q), k, v))
+            bounds = low, high
+            if self.together:
+                bounds = low.repeat_interleave(num_heads, dim=0), high.repeat_interleave(num_heads, dim=0)  # (R * N, S)
+            out, negative_peak, inverse_sum = self.forward(
+                queries.permute(1, 2, 0, 3).flatten(0, 1).contiguous(),  # (R * N, S, H)
+                keys.permute(1, 2, 3, 0).flatten(0, 1).contiguous(),  # (R * K, H, S)
+                values.permute(1, 2, 0, 3).flatten(0, 1).contiguous(),  # (R * K, S, H)
+                *(bound.unsqueeze(-1) for bound in bounds),
+                cores,
             )
-            outs.append(out.transpose(0, 1).float())
-            sums.append((-negative_peak - inverse_sum.log()).transpose(1, 2).flatten(1))  # (N, S)
-        return torch.stack(outs, dim=1), torch.stack(sums)
+            outs.append(out.unflatten(0, (-1, num_heads)).permute(2, 0, 1, 3).float())
+            log_sums = (-negative_peak - inverse_sum.log()).transpose(1, 2).flatten(1)  # (R * N, S)
+            sums.append(log_sums.unflatten(0, (-1, num_heads)))
+        return torch.cat(outs, dim=1), torch.cat(sums)
 
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, ranges: KeyRanges
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`Kernels.attend_backward`."""
-        grads = []
-        kernel = self._shared(self.backward, k.shape[2])
+        grads, cores = [], self._cores(k.shape[2])
         operands = _scaled(q), k, v, out.to(q.dtype), grad.to(q.dtype)
-        for row, (low, high) in enumerate(_bounds(ranges, q.shape[1])):
-            by_head = [x[:, row].permute(1, 2, 0).unsqueeze(0).contiguous() for x in operands]  # (1, N, H, S)
-            sums = log_sums[row].unflatten(1, (-1, PARTITIONS)).transpose(1, 2).unsqueeze(0).contiguous()
-            grads.append(
-                kernel(
-                    *by_head,
-                    sums,
-                    bound_min=low,
-                    bound_max=high,
-                    use_causal_mask=True,
-                    mixed_precision=True,  # sums in float32
-                    softmax_scale=1.0,
-                )
-            )
+        for rows, low, high in self._calls(ranges, q.shape[1]):
+            by_head = [x[:, rows].permute(1, 2, 3, 0).contiguous() for x in operands]  # (R, N, H, S)
+            sums = log_sums[rows].unflatten(2, (-1, PARTITIONS)).transpose(2, 3).contiguous()
+            grads.append(self.backward(*by_head, sums, low, high, cores))
         q_grad, k_grad, v_grad = (
             torch.cat(of_rows).permute(3, 0, 1, 2).float() for of_rows in zip(*grads, strict=True)
         )
         return q_grad / math.sqrt(q.shape[3]), k_grad, v_grad
 
-    def _shared(self, kernel: Any, num_kv_heads: int) -> Kernel:
-        """Kernel on the cores among which the heads divide."""
-        if self.lnc > 1 and num_kv_heads % self.lnc == 0:
-            return kernel[self.lnc]  # type: ignore[no-any-return]
-        return kernel  # type: ignore[no-any-return]
+    def _cores(self, num_kv_heads: int) -> int:
+        """Cores among which the heads divide."""
+        return self.lnc if num_kv_heads % self.lnc == 0 else 1
+
+    def _calls(self, ranges: KeyRanges, batch: int) -> list[tuple[slice, Tensor, Tensor]]:
+        """Sequences of each call, with the first key of each query and the one after its last."""
+        low, high = _bounds(ranges, batch)
+        if self.together:
+            return [(slice(None), low, high)]
+        return [(slice(row, row + 1), low[row], high[row]) for row in range(batch)]
+
+
+def launches(forward: Any, backward: Any) -> tuple[Operation, Operation]:
+    """Operations of `attention_cte` and `attention_bwd`; `kernel[cores]` shares the work of a kernel."""
+
+    def attention_cte(
+        q: Tensor, k: Tensor, v: Tensor, bound_min: Tensor, bound_max: Tensor, cores: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        kernel = forward[cores] if cores > 1 else forward
+        out: tuple[Tensor, Tensor, Tensor] = kernel(
+            q,
+            k,
+            v,
+            scale=1.0,
+            causal_mask=True,
+            tp_q=True,
+            tp_k=False,
+            cache_softmax=True,
+            bound_min=bound_min,
+            bound_max=bound_max,
+        )
+        return out
+
+    def attention_bwd(  # 9 arguments: those of the kernel that are tensors
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        grad: Tensor,
+        log_sums: Tensor,
+        bound_min: Tensor,
+        bound_max: Tensor,
+        cores: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        kernel = backward[cores] if cores > 1 else backward
+        grads: tuple[Tensor, Tensor, Tensor] = kernel(
+            q,
+            k,
+            v,
+            out,
+            grad,
+            log_sums,
+            bound_min=bound_min,
+            bound_max=bound_max,
+            use_causal_mask=True,
+            mixed_precision=True,  # sums in float32
+            softmax_scale=1.0,
+        )
+        return grads
+
+    return attention_cte, attention_bwd
 
 
 def load(lnc: int) -> BoundedKernels:
-    """Import the kernels of the compiler.
+    """Import the kernels of the compiler of Neuron SDK 2.29.
 
     Raises:
         BackendError: The kernels cannot be imported.
@@ -115,14 +161,14 @@ def load(lnc: int) -> BoundedKernels:
             f"Neuron SDK 2.29 is installed, but the attention of its NKI Library cannot be imported: {error}; use "
             "backend.attention=plain, or install packages of one release of the Neuron SDK"
         ) from error
-    return BoundedKernels(attention_cte, attention_bwd, lnc)
+    return BoundedKernels(*launches(attention_cte, attention_bwd), lnc)
 
 
 def _scaled(q: Tensor) -> Tensor:
     return q / math.sqrt(q.shape[3])
 
 
-def _bounds(ranges: KeyRanges, batch: int) -> list[tuple[Tensor, Tensor]]:
-    """First key of each query and the one after its last, (S,) float32 each, of each sequence."""
+def _bounds(ranges: KeyRanges, batch: int) -> tuple[Tensor, Tensor]:
+    """First key of each query and the one after its last, (B, S) float32 each."""
     after = (ranges.last + 1).float()
-    return [(first, after) for first in ranges.first.float().expand(batch, -1)]
+    return ranges.first.float().expand(batch, -1), after.expand(batch, -1)

@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nxtrain.backends.attention_choice import AttentionShape
+from nxtrain.backends.attention_choice import AttentionShape, layout_of_ring
 from nxtrain.backends.base import DEFAULTS, BackendSettings, Support, fetched_names
 from nxtrain.backends.c10d import AcceleratorBackend
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.diagnostics import Diagnostics
+from nxtrain.backends.neuron import native_library as library
 from nxtrain.backends.neuron import torchneuron
+from nxtrain.backends.neuron.hardware import this_machine
 from nxtrain.backends.neuron.mesh_collectives import MeshCollectives
-from nxtrain.backends.neuron.native_attention import SWITCH, choose_native
+from nxtrain.backends.neuron.native_attention import SWITCH, choose_native, library_lacking
 from nxtrain.backends.neuron.native_diagnostics import DEVICE_TYPE, NeuronNativeDiagnostics, find_function
 from nxtrain.backends.neuron.native_kernels import NeuronNativeKernels
 from nxtrain.backends.neuron.native_rounding import choose_rounder, hardware_rounds, round_on_host
 from nxtrain.common.errors import BackendError
+from nxtrain.common.mesh import Mesh
 from nxtrain.common.process.greetings import without_greetings
 
 DEVICE = "neuron"
@@ -47,6 +52,7 @@ class NeuronNativeBackend(AcceleratorBackend):
     compiler = "neuron"
     compiles_at_first_use = True
     kernels: NeuronNativeKernels
+    _mesh = Mesh(1, 0)
     diagnostics: Diagnostics = NeuronNativeDiagnostics()
 
     def __init__(self, settings: BackendSettings = DEFAULTS) -> None:
@@ -80,9 +86,36 @@ class NeuronNativeBackend(AcceleratorBackend):
     def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
         return dict.fromkeys(fetched_names(values), 1.0) if self.extracts else super().fetch(values)
 
+    def lay_out(self, mesh: Mesh) -> None:
+        super().lay_out(mesh)
+        self._mesh = mesh
+
     def choose_attention(self, wanted: str, shape: AttentionShape) -> None:
-        self.attention = choose_native(wanted, shape, switched_off=os.environ.get(SWITCH) == "0")
-        self.kernels.grouped = self.attention.is_flash
+        machine = this_machine()
+        lnc = 1 if machine is None else machine.physical_cores
+        choose = partial(
+            choose_native, wanted, switched_off=os.environ.get(SWITCH) == "0", library=library_lacking(), lnc=lnc
+        )
+        choice = choose(shape)
+        kinds = {choice.kind}
+        if shape.is_mixed:
+            kinds.add(choose(replace(shape, window=None, full_layers=0)).kind)
+        self.kernels.bounded = self.ring = None
+        if "ring" in kinds:
+            is_striped = layout_of_ring(shape.cp_layout) == "striped"
+            self.ring = library.load_ring(self._mesh.cp, lnc, is_striped=is_striped)
+        if "bounded" in kinds:
+            self.kernels.bounded = library.load_bounded(lnc)
+            why = ""
+            if not self.extracts:
+                why = library.bounded_failure(self.kernels.bounded, self.device, shape.head_size)
+            if why and wanted == "flash":
+                raise BackendError(f"backend.attention=flash cannot run on this device: {why}; use auto")
+            if why:
+                self.kernels.bounded = None
+                choice = choose_native(wanted, shape, switched_off=os.environ.get(SWITCH) == "0", library=why, lnc=lnc)
+        self.attention = choice
+        self.kernels.grouped = choice.is_flash
 
     def choose_rounding(self, update: str, wanted: str) -> None:
         if update != "bf16_stochastic" or self.extracts:  # nothing can be probed; a later probe may choose otherwise

@@ -1,14 +1,26 @@
-"""Attention of TorchNeuron: its flash kernel under `scaled_dot_product_attention`, and the conditions of the kernel.
+"""Choice of attention on TorchNeuron: its flash kernel, the NKI Library's kernels, and their conditions.
 
-Names and limits are measurements of one user of the beta 2.12.3; AWS's pages do not list them. Elementary operations
-compute a shape that does not fit. For one shape on trn2.3xlarge, that user measured 6.4 times the time.
+TorchNeuron's kernel lies under `scaled_dot_product_attention`. Its names and limits are measurements of one user of the
+beta 2.12.3; AWS's pages do not list them. Elementary operations compute a shape that does not fit. For one shape on
+trn2.3xlarge, that user measured 6.4 times the time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
+from typing import cast
 
-from nxtrain.backends.attention_choice import AttentionChoice, AttentionShape, choose_by
+from nxtrain.backends.attention_choice import (
+    AttentionChoice,
+    AttentionKind,
+    AttentionShape,
+    choose_by,
+    choose_mixed,
+    choose_sinks,
+)
+from nxtrain.backends.neuron.attention import BOUNDED, misfits_of_bounded
 from nxtrain.common.errors import ConfigError, Problem
 
 SEQUENCE_TILE = 512
@@ -22,29 +34,86 @@ SWITCH = "TORCH_NEURONX_ENABLE_NKI_SDPA"
 """Variable that turns the kernel off if it is 0."""
 
 
-def choose_native(wanted: str, shape: AttentionShape, *, switched_off: bool) -> AttentionChoice:
-    """Choose between TorchNeuron's kernel and elementary operations.
+RING_TILE, LONGEST_RING_PART = 512, 16384
+"""Tokens of a rank in a ring: a multiple of the one up to the other.
+
+Source: `_K_TILE_SZ` in attention_cte.py, and the longest part that was tested, by the notes of
+`ring_attention_spmd_fwd`; see `ring_kernels.py`.
+"""
+MOST_RING_RANKS = 32
+"""Most ranks of a ring. Source: `_MAX_GLOBAL_CP_DEGREE` in attention_cte.py."""
+
+
+def choose_native(
+    wanted: str, shape: AttentionShape, *, switched_off: bool, library: str, lnc: int = 1
+) -> AttentionChoice:
+    """Choose between the kernels of TorchNeuron and of the NKI Library, and elementary operations.
 
     Args:
         wanted: `auto`, `plain` or `flash`.
         shape: Shape of one rank's attention.
-        switched_off: The environment turns the kernel off.
+        switched_off: The environment turns TorchNeuron's kernel off.
+        library: Reason why the NKI Library cannot be had; empty: it is installed.
+        lnc: Physical cores of a logical one.
 
     Raises:
         ConfigError: The kernel is wanted and the shape does not fit, or is not wanted and not switched off.
     """
+    if shape.sinks:
+        return choose_sinks("neuron-native", wanted, shape)
+    if shape.is_mixed:
+
+        def own(alike: AttentionShape) -> AttentionChoice:
+            return choose_native(wanted, alike, switched_off=switched_off, library=library, lnc=lnc)
+
+        return cast(AttentionChoice, choose_mixed(own, shape))
     obstacles = _obstacles(shape)
     if switched_off:
         obstacles.insert(0, f"{SWITCH}=0 turns TorchNeuron's kernel off")
-    without_window = shape
-    if shape.is_mixed:
-        without_window = replace(shape, window=None)
-    if wanted == "plain" and not obstacles and not without_window.limits:
+    if wanted == "plain" and not obstacles and not shape.limits:
         reason = "plain, but TorchNeuron computes this shape by its own kernel, behind torch's attention"
         hint = f"use auto, or set {SWITCH}=0 in the environment"
         raise ConfigError([Problem("backend.attention", reason, hint=hint)])
+    if shape.limits and wanted != "plain":
+        kind: AttentionKind = "bounded"
+        kernels = f"{BOUNDED} of keys per query"
+        against = misfits_of_bounded(shape, shape.micro_batch * shape.num_heads)
+        if shape.cp > 1:
+            kind, kernels = "ring", "the NKI Library's ring kernels"
+            against = _misfits_of_ring(shape)
+        reasons = [library] if library else [*against]
+        if not reasons:
+            reason = f"{'; '.join(shape.limits)}, by {kernels}, tried when a run starts"
+            return AttentionChoice(kind, reason, lnc)
+        obstacles.insert(0, f"{kernels} cannot be had: {'; '.join(reasons)}")
     flash = AttentionChoice("flash", "TorchNeuron's kernel, which takes grouped keys and values as they are")
     return choose_by("neuron-native", wanted, shape, obstacles, flash, "TorchNeuron's kernel")
+
+
+def library_lacking() -> str:
+    """Reason why the NKI Library cannot be had here; empty: its packages are installed."""
+    for name in ("nki", "nkilib"):
+        if find_spec(name) is None:
+            return f"the package {name} is not installed"
+    return ""
+
+
+def _misfits_of_ring(shape: AttentionShape) -> Iterator[str]:
+    """Reasons against the ring kernels."""
+    if shape.cp_method == "gather":
+        yield "parallel.cp_method=gather"
+    if shape.cp_layout == "zigzag":
+        yield "parallel.cp_layout=zigzag, and they take contiguous and striped"
+    if shape.documents:
+        yield "data.doc_mask=true, and they take documents only if each divides among the ranks"
+    if shape.has_window:
+        yield "a layer's window, and they take none"
+    if shape.cp > MOST_RING_RANKS:
+        yield f"parallel.cp={shape.cp}, and they take {MOST_RING_RANKS} ranks at most"
+    yield from misfits_of_bounded(replace(shape, seq_len=RING_TILE), shape.micro_batch * shape.num_heads)
+    part = shape.seq_len // shape.cp
+    if part % RING_TILE or part > LONGEST_RING_PART:
+        yield f"{part:,} tokens per rank are no multiple of {RING_TILE} up to {LONGEST_RING_PART:,}"
 
 
 def _obstacles(shape: AttentionShape) -> list[str]:

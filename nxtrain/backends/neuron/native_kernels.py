@@ -8,7 +8,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from nxtrain.backends.neuron.bounded import BoundedKernels
 from nxtrain.backends.neuron.native_rounding import Rounder, round_by_views
+from nxtrain.backends.ranged_attention import RangedAttention, whole_rows
 from nxtrain.backends.torch_attention import sdpa
 from nxtrain.backends.torch_kernels import PlainKernels, masked_cross_entropy, rms_norm
 from nxtrain.common.kernels import RoundingKey
@@ -26,6 +28,7 @@ class NeuronNativeKernels(PlainKernels):
     Attributes:
         compiles: `fuse` compiles.
         grouped: Attention gets keys and values without copies for the query heads that share them.
+        bounded: The NKI Library's attention inside of documents and windows; None: elementary operations.
         rounder: Stochastic rounding in software; `rounds_on_host` if it is `round_on_host`.
         rounds: The hardware rounds casts at random.
     """
@@ -36,6 +39,7 @@ class NeuronNativeKernels(PlainKernels):
         super().__init__()
         self.compiles = False
         self.grouped = False
+        self.bounded: BoundedKernels | None = None
         self.rounds = False
         self.rounder: Rounder = round_by_views
         self._norm = rms_norm
@@ -44,6 +48,14 @@ class NeuronNativeKernels(PlainKernels):
         if self.grouped:
             return sdpa(q, k, v, grouped=True)
         return super().attention(q, k, v)
+
+    def document_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None = None
+    ) -> Tensor:
+        if self.bounded is None:
+            return super().document_attention(q, k, v, starts, window)
+        out: Tensor = RangedAttention.apply(q, k, v, whole_rows(q, starts, window), self.bounded)
+        return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         # The last norm is outside of the blocks' graphs.

@@ -19,11 +19,12 @@ from torch import Tensor
 from nxtrain.backends.attention_choice import AttentionShape
 from nxtrain.backends.neuron import bounded
 from nxtrain.backends.neuron.attention import choose
-from nxtrain.backends.neuron.bounded import BoundedKernels, load
+from nxtrain.backends.neuron.bounded import BoundedKernels, launches, load
 from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.sdk import SdkVersion
 from nxtrain.backends.ranged_attention import RangedAttention, whole_rows
 from nxtrain.common.errors import BackendError, ConfigError
+from nxtrain.common.kernels import KeyRanges
 from tests.support import nki_bounded
 from tests.support.contract_ranges import drawn_starts, exact_ranged
 
@@ -59,34 +60,44 @@ def largest_error(seed: int, dtype: torch.dtype, kernels: BoundedKernels) -> flo
     return max(errors)
 
 
-STAND_INS = BoundedKernels(nki_bounded.attention_cte, nki_bounded.attention_bwd, lnc=2)
+STAND_INS = BoundedKernels(*launches(nki_bounded.attention_cte, nki_bounded.attention_bwd), lnc=2)
+TOGETHER = replace(STAND_INS, together=True)
+"""Kernels of SDK 2.33, with bounds of each sequence."""
 
 
+@pytest.mark.parametrize("kernels", [STAND_INS, TOGETHER], ids=["a call each", "together"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("seed", range(4))
-def test_documents_and_windows_are_those_of_the_softmax(seed: int, dtype: torch.dtype) -> None:
-    assert largest_error(seed, dtype, STAND_INS) < TOLERANCE[dtype]
+def test_documents_and_windows_are_those_of_the_softmax(seed: int, dtype: torch.dtype, kernels: BoundedKernels) -> None:
+    assert largest_error(seed, dtype, kernels) < TOLERANCE[dtype]
 
 
-Bounds = Callable[..., list[tuple[Tensor, Tensor]]]
+Bounds = Callable[..., tuple[Tensor, Tensor]]
 
 
 def later(right: Bounds) -> Bounds:
-    return lambda *given: [(low + 1, high) for low, high in right(*given)]
+    return lambda *given: (right(*given)[0] + 1, right(*given)[1])
 
 
 def shorter(right: Bounds) -> Bounds:
-    return lambda *given: [(low, high - 1) for low, high in right(*given)]
+    return lambda *given: (right(*given)[0], right(*given)[1] - 1)
 
 
 def stale(right: Bounds) -> Bounds:
-    return lambda *given: [right(*given)[0] for _ in right(*given)]
+    def first(ranges: KeyRanges, batch: int) -> tuple[Tensor, Tensor]:
+        low, high = right(ranges, batch)
+        return low[:1].expand(batch, -1), high
+
+    return first
 
 
+@pytest.mark.parametrize("kernels", [STAND_INS, TOGETHER], ids=["a call each", "together"])
 @pytest.mark.parametrize("mutant", [later, shorter, stale])
-def test_a_wrong_bound_is_noticed(mutant: Callable[[Bounds], Bounds], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_bound_is_noticed(
+    mutant: Callable[[Bounds], Bounds], kernels: BoundedKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bounded, "_bounds", mutant(bounded._bounds))
-    errors = [largest_error(seed, torch.float32, STAND_INS) for seed in range(4)]
+    errors = [largest_error(seed, torch.float32, kernels) for seed in range(4)]
     assert max(errors) > 100 * TOLERANCE[torch.float32]
 
 
@@ -97,6 +108,9 @@ def test_the_cores_of_a_logical_one_share_heads_that_divide() -> None:
     for keys, cores in ((kv, 2), (kv[:, :, :1], 1)):
         STAND_INS.attend(q, keys, keys, whole_rows(q, None))
         assert nki_bounded.attention_cte.cores == [cores] * 3, "a call for each sequence"
+        nki_bounded.attention_cte.cores.clear()
+        TOGETHER.attend(q, keys, keys, whole_rows(q, None))
+        assert nki_bounded.attention_cte.cores == [cores]
         nki_bounded.attention_cte.cores.clear()
 
 
@@ -142,4 +156,6 @@ def test_kernels_are_those_of_the_library_or_an_error_with_a_way_out(monkeypatch
         load(1)
     for name, module in nki_bounded.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    assert load(2) == STAND_INS
+    q = torch.randn(512, 1, 2, 8)
+    result = load(2).attend(q, q, q, whole_rows(q, None))
+    assert all(map(torch.equal, result, STAND_INS.attend(q, q, q, whole_rows(q, None))))

@@ -1,0 +1,96 @@
+"""Kernels of the NKI Library on TorchNeuron: attention to ranges of keys, and rings of context parallel ranks.
+
+The kernels are registered as operations of torch, so that a graph of `torch.compile` holds each as one node. A trial on
+the device comes before their first use, since no Trainium has run these calls.
+
+Source: torch/guides/how-to-work-with-nki.html of https://awsdocs-neuron.readthedocs-hosted.com/en/latest, of Neuron
+SDK 2.33 (`nki_op`); `wrap_nki` is in the betas before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar, cast
+
+import torch
+
+from nxtrain.backends.flash_ranges import trial
+from nxtrain.backends.neuron.bounded import BoundedKernels, launches
+from nxtrain.backends.neuron.ring_kernels import RingKernels, ring_launches
+from nxtrain.backends.ranged_attention import whole_rows
+from nxtrain.common.errors import BackendError
+from nxtrain.common.mesh import Axis
+
+TRIAL_TOKENS = 512
+"""Tokens of a trial: one tile of the kernels."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@cache
+def load_bounded(lnc: int) -> BoundedKernels:
+    """Import attention with bounds.
+
+    Raises:
+        BackendError: The kernels cannot be imported.
+    """
+    try:
+        from nkilib.core.attention.attention_bwd import attention_bwd
+        from nkilib.core.attention.attention_cte import attention_cte
+    except ImportError as error:
+        raise _unusable(error) from error
+    forward, backward = launches(_wrapped(attention_cte), _wrapped(attention_bwd))
+    return BoundedKernels(_registered(forward), _registered(backward), lnc, together=True)
+
+
+def load_ring(axis: Axis, lnc: int, *, is_striped: bool) -> RingKernels:
+    """Import attention of ranks that pass keys and values on.
+
+    Raises:
+        BackendError: The kernels cannot be imported.
+    """
+    groups = tuple(map(tuple, axis.groups))
+    return _ring_of(groups, lnc, is_striped=is_striped)
+
+
+@cache
+def _ring_of(groups: tuple[tuple[int, ...], ...], lnc: int, *, is_striped: bool) -> RingKernels:
+    try:
+        from nkilib.experimental.attention.ring_attention_bwd import ring_attention_spmd_bwd
+        from nkilib.experimental.attention.ring_attention_fwd import ring_attention_spmd_fwd
+    except ImportError as error:
+        raise _unusable(error) from error
+    kernels = _wrapped(ring_attention_spmd_fwd), _wrapped(ring_attention_spmd_bwd)
+    forward, backward = ring_launches(*kernels, groups, lnc, is_striped=is_striped)
+    return RingKernels(_registered(forward), _registered(backward))
+
+
+def bounded_failure(kernels: BoundedKernels, device: torch.device, head_size: int) -> str:
+    """Try documents and a window on the device; return the reason against the kernels, or nothing."""
+    generator, length = torch.Generator().manual_seed(0), TRIAL_TOKENS
+    shapes = [(length, 2, heads, head_size) for heads in (4, 2, 2)]
+    q, k, v = (torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in shapes)
+    starts = torch.arange(length).div(100, rounding_mode="floor").mul(100)
+    of_rows = torch.stack([starts, torch.zeros_like(starts)]).to(device)
+    tries = [((q, k, v), whole_rows(q, of_rows)), ((q, k, v), whole_rows(q, None, length // 4))]
+    return trial(kernels, tries)
+
+
+def _wrapped(kernel: Any) -> Any:
+    import torch_neuronx
+
+    return getattr(torch_neuronx, "wrap_nki", lambda same: same)(kernel)
+
+
+def _registered(function: Function) -> Function:
+    from torch_neuronx import nki_op
+
+    return cast(Function, nki_op(f"nxtrain::{function.__name__}", mutates_args={})(function))
+
+
+def _unusable(error: ImportError) -> BackendError:
+    return BackendError(
+        f"the NKI Library is installed, but its attention cannot be imported: {error}; use backend.attention=plain, or "
+        "install packages of one release of the Neuron SDK"
+    )

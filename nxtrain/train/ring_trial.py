@@ -1,0 +1,54 @@
+"""Trial of a kernel of attention between ranks, next to keys and values that are gathered, before a run uses it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from nxtrain.backends.base import Backend
+from nxtrain.backends.sdpa_kernels import first_line, relative_error, wrong_numbers
+from nxtrain.common.sequence_cut import SequenceCut
+from nxtrain.parallel.context_parallel import ContextParallel
+
+TRIAL_TOKENS = 512
+"""Tokens of a rank in the trial: one tile of the kernels."""
+
+
+def refuse_wrong_ring(backend: Backend, context: ContextParallel | None, head_size: int) -> None:
+    """Leave the kernel out, with the reason in the announced choice, if a rank gets wrong numbers from the kernel.
+
+    Every rank of the run calls this.
+    """
+    if backend.ring is None or context is None or backend.extracts:
+        return
+    why = _failure(backend, context, head_size)
+    if why:
+        backend.ring = None
+        assert backend.attention is not None, "whoever chooses a ring announces it"
+        reason = f"the NKI Library's ring kernels cannot be had: {why}. Keys and values are gathered"
+        backend.attention = replace(backend.attention, kind="blocked", reason=reason)
+
+
+def _failure(backend: Backend, context: ContextParallel, head_size: int) -> str:
+    axis, device = context.axis, backend.device
+    cut = SequenceCut(TRIAL_TOKENS * axis.size, axis.size, context.cut.layout)
+    tried = replace(context, cut=cut)
+    gathered = replace(tried, method="gather", ring=None)
+    generator = torch.Generator().manual_seed(axis.rank)
+    positions = backend.put(tried.positions)
+    shapes = [(TRIAL_TOKENS, 1, heads, head_size) for heads in (2, 1, 1, 2)]
+    q, k, v, grad = (torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in shapes)
+    results = []
+    why, worst = "", float("inf")
+    try:
+        for way, dtype in ((tried, torch.bfloat16), (gathered, torch.float32)):
+            given = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+            out = way.attention(given[0], given[1], given[2], positions, None)
+            results.append([out, *torch.autograd.grad(out, given, grad.to(dtype))])
+        errors = [relative_error(mine, right) for mine, right in zip(*results, strict=True)]
+        worst = float(torch.stack(errors).max().nan_to_num(nan=float("inf")))
+    except Exception as error:  # drivers raise errors of their own
+        why = first_line(error)
+    of_all = backend.collectives.all_reduce(backend.put(torch.tensor([worst])), axis, "max")
+    return why or wrong_numbers(float(of_all))
