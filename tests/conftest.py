@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
@@ -72,6 +74,13 @@ def pytest_collection_finish() -> None:
     """Collect garbage as usual, without visiting what was imported."""
     gc.freeze()
     gc.set_threshold(*_USUAL)
+
+
+def pytest_runtest_setup() -> None:
+    """Let the random numbers of a test be the same, whatever tests its process has run before."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.hookimpl(trylast=True)
