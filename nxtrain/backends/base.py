@@ -139,6 +139,7 @@ class Backend(RankGroup):
         diagnostics: Measurements of the device.
         float8: Products in float8, in words; empty: there are none.
         experts: Products of experts, in words; empty: there is no choice.
+        has_rings: Some machines of this kind have a kernel for `ring`.
         ring: Kernel of attention between context parallel ranks; None: there is none, or it is not chosen.
         attention: Chosen implementation of attention; None: the device has one only, or none is chosen yet.
         compiler_options: Options of `torch.compile` for `compiler`; None: its defaults.
@@ -155,6 +156,7 @@ class Backend(RankGroup):
     diagnostics: Diagnostics = Diagnostics()
     float8: str = ""
     experts: str = ""
+    has_rings: bool = False
     ring: RingAttention | None = None
     attention: AttentionChoice | None = None
     compiler_options: dict[str, Any] | None = None

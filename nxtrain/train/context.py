@@ -73,8 +73,9 @@ class RunContext:
         """
         mesh, config = mesh_of(plan, backend), plan.config
         placement = placement or Placement.read()
-        backend.choose_attention(config.backend.attention, AttentionShape.of(config, plan.dimensions))
-        refuse_wrong_ring(backend, context_parallel_of(plan, backend, mesh), plan.dimensions.head_size)
+        attention, head_size = config.backend.attention, plan.dimensions.head_size
+        backend.choose_attention(attention, AttentionShape.of(config, plan.dimensions))
+        refuse_wrong_ring(backend, context_parallel_of(plan, backend, mesh), mesh.all, head_size, attention)
         backend.choose_experts(config.backend.experts, ExpertShape.of(config, plan.dimensions))
         backend.choose_rounding(config.precision.update, config.backend.rounding)
         backend.choose_float8(config.precision.fp8, config.precision.params)

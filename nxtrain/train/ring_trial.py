@@ -8,6 +8,8 @@ import torch
 
 from nxtrain.backends.base import Backend
 from nxtrain.backends.sdpa_kernels import first_line, relative_error, wrong_numbers
+from nxtrain.common.errors import BackendError
+from nxtrain.common.mesh import Axis
 from nxtrain.common.sequence_cut import SequenceCut
 from nxtrain.parallel.context_parallel import ContextParallel
 
@@ -15,22 +17,44 @@ TRIAL_TOKENS = 512
 """Tokens of a rank in the trial: one tile of the kernels."""
 
 
-def refuse_wrong_ring(backend: Backend, context: ContextParallel | None, head_size: int) -> None:
-    """Leave the kernel out, with the reason in the announced choice, if a rank gets wrong numbers from the kernel.
+def refuse_wrong_ring(
+    backend: Backend, context: ContextParallel | None, world: Axis, head_size: int, wanted: str
+) -> None:
+    """Leave the kernel out, with the reason in the announced choice, unless every rank gets right numbers from it.
 
-    Every rank of the run calls this.
+    Every rank of the run calls this, and all come to the same choice: ranks that gather would wait for those of a ring.
+
+    Args:
+        world: Axis of all ranks.
+        wanted: `backend.attention`.
+
+    Raises:
+        BackendError: The kernel is wanted, and some rank cannot have it.
     """
-    if backend.ring is None or context is None or backend.extracts:
+    if context is None or not backend.has_rings or backend.extracts:
         return
-    why = _failure(backend, context, head_size)
-    if why:
-        backend.ring = None
-        assert backend.attention is not None, "whoever chooses a ring announces it"
-        reason = f"the NKI Library's ring kernels cannot be had: {why}. Keys and values are gathered"
-        backend.attention = replace(backend.attention, kind="blocked", reason=reason)
+    lacks = _largest(float(backend.ring is None), backend, world) > 0.0
+    if backend.ring is None:
+        return
+    why = "another rank does not have them"
+    if not lacks:
+        why = _failure(backend, context, world, head_size)
+    if not why:
+        return
+    if wanted == "flash":
+        raise BackendError(f"backend.attention=flash cannot run on these devices: ring kernels: {why}; use auto")
+    backend.ring = None
+    assert backend.attention is not None, "whoever chooses a ring announces it"
+    reason = f"the NKI Library's ring kernels cannot be had: {why}. Keys and values are gathered"
+    backend.attention = replace(backend.attention, kind="blocked", reason=reason)
 
 
-def _failure(backend: Backend, context: ContextParallel, head_size: int) -> str:
+def _largest(number: float, backend: Backend, world: Axis) -> float:
+    """Largest number of all ranks."""
+    return float(backend.collectives.all_reduce(backend.put(torch.tensor([number])), world, "max"))
+
+
+def _failure(backend: Backend, context: ContextParallel, world: Axis, head_size: int) -> str:
     axis, device = context.axis, backend.device
     cut = SequenceCut(TRIAL_TOKENS * axis.size, axis.size, context.cut.layout)
     tried = replace(context, cut=cut)
@@ -50,5 +74,5 @@ def _failure(backend: Backend, context: ContextParallel, head_size: int) -> str:
         worst = float(torch.stack(errors).max().nan_to_num(nan=float("inf")))
     except Exception as error:  # drivers raise errors of their own
         why = first_line(error)
-    of_all = backend.collectives.all_reduce(backend.put(torch.tensor([worst])), axis, "max")
-    return why or wrong_numbers(float(of_all))
+    of_all = _largest(worst, backend, world)
+    return why or wrong_numbers(of_all)

@@ -21,6 +21,7 @@ from nxtrain.backends.base import Backend
 from nxtrain.backends.neuron import ring_kernels
 from nxtrain.backends.neuron.ring_kernels import RingKernels, ring_launches
 from nxtrain.backends.ranged_attention import whole_rows
+from nxtrain.common.errors import BackendError
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sequence_cut import CutLayout, SequenceCut
 from nxtrain.parallel.context_parallel import ContextParallel
@@ -141,9 +142,11 @@ def test_a_wrong_layout_or_factor_is_noticed(ranks: RankPool, mutant: str) -> No
     assert max(errors) > 1e-3
 
 
-def tried(backend: Backend, layout: CutLayout, wrong_rank: int | None) -> tuple[bool, str]:
-    """True if the kernel stays after the trial, and the announced choice; one rank's kernel may be wrong."""
-    context = context_of(backend, 2, layout)
+def tried(
+    backend: Backend, cp: int, layout: CutLayout, wrong_rank: int | None, lacking_rank: int | None, wanted: str
+) -> tuple[bool, str]:
+    """True if the kernel stays after the trial, and the announced choice; kernels of ranks may be wrong or absent."""
+    context = context_of(backend, cp, layout)
     kernel = context.ring
     assert isinstance(kernel, RingKernels)
     if backend.rank == wrong_rank:
@@ -154,21 +157,38 @@ def tried(backend: Backend, layout: CutLayout, wrong_rank: int | None) -> tuple[
             return out * 1.5, log_sums
 
         kernel = RingKernels(forward, kernel.backward)
-        context = ContextParallel(context.axis, context.cut, "gather", backend.collectives, backend.kernels, kernel)
-    backend.ring, backend.attention = kernel, AttentionChoice("ring", "as this test asks")
+    ring = None if backend.rank == lacking_rank else kernel
+    context = ContextParallel(context.axis, context.cut, "gather", backend.collectives, backend.kernels, ring)
+    world = Mesh.build(backend.world, backend.rank, cp=cp).all
+    backend.ring, backend.attention = ring, AttentionChoice("ring" if ring else "blocked", "as this test asks")
     try:
-        refuse_wrong_ring(backend, context, head_size=16)
+        with patch.object(type(backend), "has_rings", True):
+            refuse_wrong_ring(backend, context, world, 16, wanted)
         return backend.ring is not None, str(backend.attention)
+    except BackendError as error:
+        return False, str(error)
     finally:
         backend.ring = backend.attention = None
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "striped"])
-def test_a_trial_keeps_a_right_kernel_and_all_ranks_leave_out_one_that_is_wrong_on_a_rank(
-    ranks: RankPool, layout: CutLayout
-) -> None:
-    assert ranks.run(2, tried, layout, None) == [(True, "ring attention: as this test asks")] * 2
-    for kept, said in ranks.run(2, tried, layout, 1):
+def test_a_trial_keeps_right_kernels(ranks: RankPool, layout: CutLayout) -> None:
+    assert ranks.run(2, tried, 2, layout, None, None, "auto") == [(True, "ring attention: as this test asks")] * 2
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+def test_all_rings_leave_out_a_kernel_that_is_wrong_on_one_rank(ranks: RankPool, layout: CutLayout) -> None:
+    for kept, said in ranks.run(4, tried, 2, layout, 3, None, "auto"):
         assert not kept
         assert said.startswith("blocked attention: the NKI Library's ring kernels cannot be had: its numbers are off")
         assert said.endswith("Keys and values are gathered")
+    for kept, said in ranks.run(2, tried, 2, layout, 1, None, "flash"):
+        assert not kept
+        assert said.startswith("backend.attention=flash cannot run on these devices: ring kernels: its numbers are off")
+
+
+def test_no_rank_waits_for_one_without_the_kernels(ranks: RankPool) -> None:
+    found = ranks.run(2, tried, 2, "striped", None, 1, "auto")
+    assert [kept for kept, _ in found] == [False, False]
+    assert "cannot be had: another rank does not have them. Keys and values are gathered" in found[0][1]
+    assert found[1][1] == "blocked attention: as this test asks"

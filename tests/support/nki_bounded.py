@@ -86,6 +86,8 @@ def _forward(
     assert scale == 1.0, "range_select path doesn't support scale != 1.0"
     assert bound_min is not None
     assert bound_max is not None
+    assert bound_min.is_contiguous()
+    assert bound_max.is_contiguous()
     # One row of bounds in SDK 2.29; in 2.33 one for each query head of each sequence.
     assert tuple(bound_min.shape) == tuple(bound_max.shape)
     assert tuple(bound_min.shape) in ((length, 1), (heads, length, 1))
@@ -132,6 +134,8 @@ def _backward(
     assert length % PARTITIONS == 0
     assert bound_min is not None
     assert bound_max is not None
+    assert bound_min.is_contiguous()
+    assert bound_max.is_contiguous()
     assert tuple(bound_min.shape) == tuple(bound_max.shape)
     if bound_min.ndim == 1:  # SDK 2.29
         assert batch == 1
@@ -169,6 +173,17 @@ def modules() -> dict[str, ModuleType]:
         setattr(module, name, kernel)
         found[module.__name__] = module
     return found
+
+
+def nki_op(name: str, mutates_args: Any = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Operation of torch, whose function also serves tensors without values, as TorchNeuron's `nki_op` registers it."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        operation = torch.library.custom_op(name, function, mutates_args=tuple(mutates_args))
+        operation.register_fake(function)
+        return operation
+
+    return register
 
 
 def install() -> None:

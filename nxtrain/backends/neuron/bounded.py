@@ -39,7 +39,7 @@ class BoundedKernels:
 
     Args:
         forward, backward: Operations of `launches`.
-        lnc: Physical cores of a logical one. They share key/value heads.
+        lnc: Physical cores of a logical one.
         together: Each sequence of a call has bounds of its own, and a call takes all sequences.
     """
 
@@ -50,7 +50,7 @@ class BoundedKernels:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
         """`Kernels.attend`."""
-        num_heads, cores = q.shape[2], self._cores(k.shape[2])
+        num_heads, cores = q.shape[2], self._cores(k)
         outs, sums = [], []
         for rows, low, high in self._calls(ranges, q.shape[1]):
             queries, keys, values = (x[:, rows] for x in (_scaled(q), k, v))
@@ -73,7 +73,7 @@ class BoundedKernels:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, ranges: KeyRanges
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`Kernels.attend_backward`."""
-        grads, cores = [], self._cores(k.shape[2])
+        grads, cores = [], self._cores(k)
         operands = _scaled(q), k, v, out.to(q.dtype), grad.to(q.dtype)
         for rows, low, high in self._calls(ranges, q.shape[1]):
             by_head = [x[:, rows].permute(1, 2, 3, 0).contiguous() for x in operands]  # (R, N, H, S)
@@ -84,9 +84,11 @@ class BoundedKernels:
         )
         return q_grad / math.sqrt(q.shape[3]), k_grad, v_grad
 
-    def _cores(self, num_kv_heads: int) -> int:
-        """Cores among which the heads divide."""
-        return self.lnc if num_kv_heads % self.lnc == 0 else 1
+    def _cores(self, keys: Tensor) -> int:
+        """Cores of a call. In SDK 2.29 they share key/value heads; later, sequences and positions as well."""
+        if self.together or keys.shape[2] % self.lnc == 0:
+            return self.lnc
+        return 1
 
     def _calls(self, ranges: KeyRanges, batch: int) -> list[tuple[slice, Tensor, Tensor]]:
         """Sequences of each call, with the first key of each query and the one after its last."""
@@ -169,6 +171,6 @@ def _scaled(q: Tensor) -> Tensor:
 
 
 def _bounds(ranges: KeyRanges, batch: int) -> tuple[Tensor, Tensor]:
-    """First key of each query and the one after its last, (B, S) float32 each."""
-    after = (ranges.last + 1).float()
-    return ranges.first.float().expand(batch, -1), after.expand(batch, -1)
+    """First key of each query and the one after its last, (B, S) float32 each, as they lie in memory."""
+    first, after = ranges.first.float(), (ranges.last + 1).float()
+    return first.expand(batch, -1).contiguous(), after.expand(batch, -1).contiguous()

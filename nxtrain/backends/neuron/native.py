@@ -8,7 +8,7 @@ compile/reference-torch-compile and guides/memory-profiling-guide, of Neuron SDK
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nxtrain.backends.attention_choice import AttentionShape, layout_of_ring
+from nxtrain.backends.attention_choice import AttentionKind, AttentionShape, layout_of_ring
 from nxtrain.backends.base import DEFAULTS, BackendSettings, Support, fetched_names
 from nxtrain.backends.c10d import AcceleratorBackend
 from nxtrain.backends.cpu_kernels import CpuKernels
@@ -30,6 +30,7 @@ from nxtrain.backends.neuron.native_attention import SWITCH, choose_native, libr
 from nxtrain.backends.neuron.native_diagnostics import DEVICE_TYPE, NeuronNativeDiagnostics, find_function
 from nxtrain.backends.neuron.native_kernels import NeuronNativeKernels
 from nxtrain.backends.neuron.native_rounding import choose_rounder, hardware_rounds, round_on_host
+from nxtrain.backends.sdpa_kernels import first_line
 from nxtrain.common.errors import BackendError
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.process.greetings import without_greetings
@@ -51,6 +52,7 @@ class NeuronNativeBackend(AcceleratorBackend):
     name = "neuron-native"
     compiler = "neuron"
     compiles_at_first_use = True
+    has_rings = True
     kernels: NeuronNativeKernels
     _mesh = Mesh(1, 0)
     diagnostics: Diagnostics = NeuronNativeDiagnostics()
@@ -93,29 +95,35 @@ class NeuronNativeBackend(AcceleratorBackend):
     def choose_attention(self, wanted: str, shape: AttentionShape) -> None:
         machine = this_machine()
         lnc = 1 if machine is None else machine.physical_cores
-        choose = partial(
-            choose_native, wanted, switched_off=os.environ.get(SWITCH) == "0", library=library_lacking(), lnc=lnc
-        )
-        choice = choose(shape)
+        choose = partial(choose_native, wanted, switched_off=os.environ.get(SWITCH) == "0", lnc=lnc)
+        lacking = library_lacking()
+        choice = choose(shape, library=lacking)
         kinds = {choice.kind}
         if shape.is_mixed:
-            kinds.add(choose(replace(shape, window=None, full_layers=0)).kind)
+            kinds.add(choose(replace(shape, window=None, full_layers=0), library=lacking).kind)
+        why = self._take_library(kinds, shape, lnc)
+        if why and wanted == "flash":
+            raise BackendError(f"backend.attention=flash cannot run on this device: {why}; use auto")
+        self.attention = choose(shape, library=why) if why else choice
+        self.kernels.grouped = self.attention.is_flash
+
+    def _take_library(self, kinds: Container[AttentionKind], shape: AttentionShape, lnc: int) -> str:
+        """Take the NKI Library's kernels for these kinds; return the reason against kernels that do not compute."""
         self.kernels.bounded = self.ring = None
-        if "ring" in kinds:
-            is_striped = layout_of_ring(shape.cp_layout) == "striped"
-            self.ring = library.load_ring(self._mesh.cp, lnc, is_striped=is_striped)
-        if "bounded" in kinds:
-            self.kernels.bounded = library.load_bounded(lnc)
-            why = ""
-            if not self.extracts:
-                why = library.bounded_failure(self.kernels.bounded, self.device, shape.head_size)
-            if why and wanted == "flash":
-                raise BackendError(f"backend.attention=flash cannot run on this device: {why}; use auto")
-            if why:
-                self.kernels.bounded = None
-                choice = choose_native(wanted, shape, switched_off=os.environ.get(SWITCH) == "0", library=why, lnc=lnc)
-        self.attention = choice
-        self.kernels.grouped = choice.is_flash
+        why = ""
+        try:
+            if "ring" in kinds:  # all ranks try these together
+                is_striped = layout_of_ring(shape.cp_layout) == "striped"
+                self.ring = library.load_ring(self._mesh.cp, lnc, is_striped=is_striped)
+            if "bounded" in kinds:
+                kernels = library.load_bounded(lnc)
+                if not self.extracts:
+                    why = library.bounded_failure(kernels, self.device, shape.head_size)
+                if not why:
+                    self.kernels.bounded = kernels
+        except ImportError as error:
+            why = first_line(error)
+        return why
 
     def choose_rounding(self, update: str, wanted: str) -> None:
         if update != "bf16_stochastic" or self.extracts:  # nothing can be probed; a later probe may choose otherwise

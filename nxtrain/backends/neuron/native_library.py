@@ -19,7 +19,6 @@ from nxtrain.backends.flash_ranges import trial
 from nxtrain.backends.neuron.bounded import BoundedKernels, launches
 from nxtrain.backends.neuron.ring_kernels import RingKernels, ring_launches
 from nxtrain.backends.ranged_attention import whole_rows
-from nxtrain.common.errors import BackendError
 from nxtrain.common.mesh import Axis
 
 TRIAL_TOKENS = 512
@@ -33,13 +32,11 @@ def load_bounded(lnc: int) -> BoundedKernels:
     """Import attention with bounds.
 
     Raises:
-        BackendError: The kernels cannot be imported.
+        ImportError: The kernels cannot be imported.
     """
-    try:
-        from nkilib.core.attention.attention_bwd import attention_bwd
-        from nkilib.core.attention.attention_cte import attention_cte
-    except ImportError as error:
-        raise _unusable(error) from error
+    from nkilib.core.attention.attention_bwd import attention_bwd
+    from nkilib.core.attention.attention_cte import attention_cte
+
     forward, backward = launches(_wrapped(attention_cte), _wrapped(attention_bwd))
     return BoundedKernels(_registered(forward), _registered(backward), lnc, together=True)
 
@@ -48,7 +45,7 @@ def load_ring(axis: Axis, lnc: int, *, is_striped: bool) -> RingKernels:
     """Import attention of ranks that pass keys and values on.
 
     Raises:
-        BackendError: The kernels cannot be imported.
+        ImportError: The kernels cannot be imported.
     """
     groups = tuple(map(tuple, axis.groups))
     return _ring_of(groups, lnc, is_striped=is_striped)
@@ -56,11 +53,9 @@ def load_ring(axis: Axis, lnc: int, *, is_striped: bool) -> RingKernels:
 
 @cache
 def _ring_of(groups: tuple[tuple[int, ...], ...], lnc: int, *, is_striped: bool) -> RingKernels:
-    try:
-        from nkilib.experimental.attention.ring_attention_bwd import ring_attention_spmd_bwd
-        from nkilib.experimental.attention.ring_attention_fwd import ring_attention_spmd_fwd
-    except ImportError as error:
-        raise _unusable(error) from error
+    from nkilib.experimental.attention.ring_attention_bwd import ring_attention_spmd_bwd
+    from nkilib.experimental.attention.ring_attention_fwd import ring_attention_spmd_fwd
+
     kernels = _wrapped(ring_attention_spmd_fwd), _wrapped(ring_attention_spmd_bwd)
     forward, backward = ring_launches(*kernels, groups, lnc, is_striped=is_striped)
     return RingKernels(_registered(forward), _registered(backward))
@@ -87,10 +82,3 @@ def _registered(function: Function) -> Function:
     from torch_neuronx import nki_op
 
     return cast(Function, nki_op(f"nxtrain::{function.__name__}", mutates_args={})(function))
-
-
-def _unusable(error: ImportError) -> BackendError:
-    return BackendError(
-        f"the NKI Library is installed, but its attention cannot be imported: {error}; use backend.attention=plain, or "
-        "install packages of one release of the Neuron SDK"
-    )

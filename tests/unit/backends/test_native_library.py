@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 from nxtrain.backends.attention_choice import AttentionShape
 from nxtrain.backends.base import Backend
@@ -39,7 +41,7 @@ IN_RING = replace(SHAPE, documents=False, cp=4)
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The library and TorchNeuron, as far as kernels need them."""
     package: Any = ModuleType("torch_neuronx")
-    package.nki_op, package.wrap_nki = torch.library.custom_op, lambda kernel: kernel
+    package.nki_op, package.wrap_nki = nki_bounded.nki_op, lambda kernel: kernel
     for name, module in {"torch_neuronx": package, **nki_bounded.modules(), **nki_ring.modules()}.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(native, "library_lacking", lambda: "")
@@ -164,9 +166,57 @@ def test_windows_beside_full_layers_gather_and_the_full_layers_ring(backend: Neu
     assert backend.attention.kind == "blocked"
 
 
-def test_kernels_that_cannot_be_imported_are_an_error_with_a_way_out(
+def test_kernels_that_cannot_be_imported_leave_blocks_with_the_reason(
     backend: NeuronNativeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "nkilib.core.attention.attention_cte", None)
-    with pytest.raises(BackendError, match=r"its attention cannot be imported: .*use backend\.attention=plain"):
-        backend.choose_attention("auto", SHAPE)
+    backend._mesh = Mesh.build(4, 0, cp=4)
+    for name in ("core.attention.attention_cte", "experimental.attention.ring_attention_fwd"):
+        monkeypatch.setitem(sys.modules, f"nkilib.{name}", None)
+    for shape in (SHAPE, IN_RING):
+        backend.choose_attention("auto", shape)
+        assert backend.kernels.bounded is None
+        assert backend.ring is None
+        said = str(backend.attention)
+        assert said.startswith("blocked attention: ")
+        assert "cannot be had: ModuleNotFoundError: import of nkilib." in said
+        with pytest.raises(BackendError, match=r"flash cannot run on this device: ModuleNotFoundError: .*; use auto"):
+            backend.choose_attention("flash", shape)
+
+
+def test_a_torchneuron_without_operations_of_kernels_leaves_blocks(
+    backend: NeuronNativeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(sys.modules["torch_neuronx"], "nki_op")
+    backend.choose_attention("auto", SHAPE)
+    assert "cannot be had: ImportError: cannot import name 'nki_op'" in str(backend.attention)
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo looks at what torch warns of
+def test_a_graph_has_the_kernels_as_operations(backend: NeuronNativeBackend) -> None:
+    torch._dynamo.reset()
+    backend.choose_attention("auto", replace(SHAPE, head_size=16))
+    generator = torch.Generator().manual_seed(0)
+    names: list[str] = []
+    given = [torch.randn(512, 2, heads, 16, generator=generator).requires_grad_() for heads in (4, 1, 1)]
+    starts = torch.arange(512).div(70, rounding_mode="floor").mul(70).expand(2, -1)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return backend.kernels.document_attention(q, k, v, starts, 100)
+
+    def kept(graph: torch.fx.GraphModule, _: object) -> Any:
+        names.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    compiled = torch.compile(attention, backend=aot_autograd(fw_compiler=kept), fullgraph=True, dynamic=False)
+    nki_bounded.attention_cte.cores.clear()
+    results = []
+    for attend in (compiled, attention):
+        out = attend(*given)
+        results.append([out, *torch.autograd.grad(out, given, out.detach())])
+    for of_graph, eager in zip(*results, strict=True):
+        torch.testing.assert_close(of_graph, eager, rtol=1e-5, atol=1e-5)
+    assert [name for name in names if name.startswith("nxtrain")] == [
+        "nxtrain.attention_cte.default",
+        "nxtrain.attention_bwd.default",
+    ]
+    assert set(nki_bounded.attention_cte.cores) == {2}, "later kernels share positions where a head is alone"
