@@ -353,6 +353,7 @@ class _NoBackend:
     name = "cpu"
     collectives = C10dCollectives(1)
     kernels = PlainKernels()
+    ring = None
     binding = Binding()
 
     @staticmethod
