@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import multiprocessing
 import os
 import pickle
 import platform
@@ -34,17 +35,19 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
 from tests.support import ROOT
-from tests.support.processes import patient_s, rank_variables
+from tests.support.processes import AGENT_STORE, patient_s, rank_variables
 
 SOURCES = ROOT / "tests" / "cuda_sim" / "device"
 LIBRARY, DRIVER = "libcuda_sim.so", "libcuda.so.1"
 LIMIT_S = patient_s(240)
+LAST_WORDS_S = patient_s(20)
+"""Time that ranks have to end after another one has failed."""
 T = TypeVar("T")
 
 
@@ -246,11 +249,16 @@ def _serve(pipe: Connection) -> None:
             body, args = pipe.recv()
         except EOFError:
             return
-        try:
-            answer: tuple[bool, Any] = (True, body(*args))
-        except BaseException:
-            answer = (False, traceback.format_exc())
-        pipe.send_bytes(pickle.dumps(answer))
+        _answer(pipe, body, args)
+
+
+def _answer(pipe: Connection, body: Callable[..., object], args: tuple[Any, ...]) -> None:
+    """Call a function, and send what it returns, or its failure."""
+    try:
+        answer: tuple[bool, Any] = (True, body(*args))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    pipe.send_bytes(pickle.dumps(answer))
 
 
 def _library() -> ctypes.CDLL:
@@ -351,6 +359,52 @@ def _played(world: int, body: Callable[..., T], *args: Any, records: bool = Fals
         with recorded() if records else nullcontext(Record()) as record, opened_gpu(rank, world, store) as backend:
             result = body(backend, *args)
         yield result, record
+
+
+def play_together(world: int, port: int, body: Callable[..., T], *args: Any) -> list[T]:
+    """Call `body(*args)` on each rank of a world at the same time; returns what each returned.
+
+    Ranks are forks of this process, with a pretended GPU each, so that a process for them must not use its own. They
+    meet in the store at a port, as of `tests.support.ranks`. Their hosts have a real group, so that they do wait for
+    each other in a rendezvous, an agreement or an exchange of objects.
+    """
+    from torch.cuda import is_initialized
+
+    assert not is_initialized(), "CUDA does not survive a fork"
+    fork = multiprocessing.get_context("fork")
+    pipes: dict[Any, int] = {}
+    processes = []
+    results: dict[int, Any] = {}
+    failures: list[str] = []
+    for rank in range(world):
+        here, there = fork.Pipe()
+        variables = {**rank_variables(rank, world, port), **AGENT_STORE}
+        processes.append(fork.Process(target=_play_rank, args=(there, variables, body, args), daemon=True))
+        processes[-1].start()
+        there.close()
+        pipes[here] = rank
+    try:
+        while pipes:
+            answered = wait([*pipes], LAST_WORDS_S if failures else LIMIT_S)
+            if not answered:
+                failures.append(f"ranks {sorted(pipes.values())} are not done in time")
+                break
+            for pipe in answered:
+                rank = pipes.pop(pipe)
+                done, results[rank] = pipe.recv()
+                if not done:
+                    failures.append(f"rank {rank}:\n{results[rank]}")
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert not failures, "\n".join(failures)
+    return [results[rank] for rank in range(world)]
+
+
+def _play_rank(pipe: Connection, variables: dict[str, str], body: Callable[..., object], args: tuple[Any, ...]) -> None:
+    os.environ.update(variables)
+    _answer(pipe, body, args)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class RankPool:
         while len(self._workers) < world:
             self._workers.append(_start(*self._job))
         workers = self._workers[:world]
-        store = _open_store()
+        store = open_store()
         job = dumps((world, store.port, body, args))
         for rank, (_, pipe) in enumerate(workers):
             pipe.send(rank)
@@ -116,7 +116,7 @@ def context() -> ForkServerContext:
     return processes.context(*PRELOADED)
 
 
-def _open_store() -> TCPStore:
+def open_store() -> TCPStore:
     """The store in which the ranks of a run meet, kept by this process as by torchrun's agent.
 
     The store listens before the ranks ask for it, on a port that no other process can take in between. Its socket is

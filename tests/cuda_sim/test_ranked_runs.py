@@ -1,0 +1,265 @@
+"""Whole runs of several ranks on pretended GPUs: steps, evaluation, checkpoints, and a start under another layout.
+
+Each rank is a process. Hosts agree over gloo and a store, and NCCL's calls are recorded. No kernel computes, so that the
+numbers that hosts read are ones, and replicas are equal. Weights in float32 stay as drawn, to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+
+from nxtrain.backends import open_backend
+from nxtrain.backends.cuda import CudaBackend
+from nxtrain.checkpoint import directory, shard_files
+from nxtrain.checkpoint.load import open_checkpoint
+from nxtrain.checkpoint.shards import MODEL
+from nxtrain.common.distributed.c10d_collectives import C10dCollectives
+from nxtrain.common.errors import ConfigError
+from nxtrain.common.io.checksummed_file import verify
+from nxtrain.common.run_folder import CHECKPOINTS_DIR
+from nxtrain.config.check import Resolved, resolve_config
+from nxtrain.config.load import load
+from nxtrain.config.tables import toml_value
+from nxtrain.launch.gpu import QUIET_TRANSFERS, RECORDING
+from nxtrain.train import command
+from nxtrain.train.build import build_model, mesh_of
+from nxtrain.train.health.numerics import NumericsGuard
+from tests.cuda_sim.test_communicators import mismatches, stuck
+from tests.cuda_sim.test_runs import assert_few_waits, recorded_run
+from tests.support import TINY
+from tests.support.cuda_sim import Record, SimulatedGpu, play_together
+from tests.support.drawn import SEED, TRIES
+from tests.support.layouts import FULLY_SHARDED, Degrees, all_layouts, context_layouts, expert_layouts
+from tests.support.models import weights_of
+from tests.support.ranks import open_store
+from tests.support.runs import records
+
+SAVED, STEPS = 2, 4
+"""Last steps of the first start and of the second."""
+
+HEADS = 12
+SHAPE: dict[str, Any] = {
+    "hidden_size": 16 * HEADS,
+    "intermediate_size": 96,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "vocab_size": 480,
+    "max_position_embeddings": 512,
+}
+POOLS: dict[str, list[Degrees]] = {
+    "none": [degrees for degrees in all_layouts() if degrees.shard == "none"],
+    "zero1": [degrees for degrees in all_layouts() if degrees.shard == "zero1" and degrees.dp > 1],
+    "full": [degrees for degrees in all_layouts() if degrees.shard in ("grad_op", "full") and degrees.dp > 1],
+    "hybrid": [degrees for degrees in all_layouts() if degrees.shard == "hybrid" and degrees.dp > 1],
+    "cp": [*context_layouts()],
+    "ep": [*expert_layouts()],
+}
+PAIRS = [("none", "full"), ("zero1", "cp"), ("full", "zero1"), ("cp", "hybrid"), ("ep", "ep"), ("hybrid", "none")]
+"""Kinds of the layouts that save and that resume, in turn."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A run under two layouts: overrides of `TINY` that they share, and those of each."""
+
+    index: int
+    saved: Degrees
+    resumed: Degrees
+    shared: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.index}-{self.saved}-to-{self.resumed}"
+
+    def start(self, folder: Path, degrees: Degrees, steps: int) -> list[str]:
+        """Overrides of one start in a folder."""
+        own = {f"parallel.{name}": value for name, value in asdict(degrees).items()}
+        there = {"run.dir": str(folder / "run"), "data.path": str(folder / "texts"), "train.steps": steps}
+        return [f"{name}={toml_value(value)}" for name, value in {**self.shared, **own, **there}.items()]
+
+    def resolved(self, folder: Path, degrees: Degrees) -> Resolved:
+        """The configuration of a layout, held to every rule."""
+        return resolve_config(load(TINY, self.start(folder, degrees, STEPS)), degrees.world, "cuda")
+
+
+def draw(seed: int, index: int, *, most: int) -> Drawn:
+    """One run under two layouts of two to `most` ranks."""
+    kinds = PAIRS[index % len(PAIRS)]
+    for attempt in range(TRIES):
+        rng = Random(f"ranked/{seed}/{index}/{attempt}")
+        saved, resumed = (rng.choice([one for one in POOLS[kind] if 2 <= one.world <= most]) for kind in kinds)
+        drawn = Drawn(index, saved, resumed, _shared(rng, saved, resumed))
+        try:
+            for degrees in (saved, resumed):
+                drawn.resolved(Path("folder"), degrees)
+        except ConfigError:
+            continue
+        return drawn
+    raise AssertionError(f"none of {TRIES} draws of {kinds} fits")
+
+
+def _shared(rng: Random, *layouts: Degrees) -> dict[str, Any]:
+    shape = {**SHAPE, "num_hidden_layers": max(2, *(degrees.pp * degrees.virtual_pp for degrees in layouts))}
+    model: dict[str, Any] = {}
+    if max(degrees.ep for degrees in layouts) > 1:
+        model = {"family": "mixtral", "moe_dispatch": "capacity"}
+        shape["num_local_experts"] = math.lcm(*(degrees.ep for degrees in layouts))
+    rules = [("fp32", "fp32"), ("bf16", "fp32_master"), ("bf16", "bf16_stochastic"), ("bf16", "bf16_kahan")]
+    params, rule = rules[0] if rng.random() < 0.5 else rng.choice(rules[1:])
+    tables: dict[str, dict[str, Any]] = {
+        "model": {**model, **{f"config.{name}": value for name, value in shape.items()}},
+        "train": {
+            "seq_len": rng.choice((48, 96, 192)),
+            "global_batch": math.lcm(*(degrees.dp * degrees.pp for degrees in layouts)),
+            "micro_batch": 1,
+            "eval_every": SAVED,
+            "eval_batches": 1,
+            "remat": rng.choice(("none", "selective", "full")),
+        },
+        "precision": {"params": params, "update": rule},
+        "optim": {"name": rng.choice(("adamw", "adamw", "muon")), "decay_steps": 10, "clip": rng.choice((0.0, 1.0))},
+        "data": {"source": "text", "validation_fraction": 0.3, "doc_mask": rng.random() < 0.3},
+        "checkpoint": {"every": SAVED, "async": rng.random() < 0.5},
+        "parallel": {"offload": ["activations"] if rng.random() < 0.2 else []},
+        "metrics": {"log_every": rng.choice((1, SAVED)), "tensorboard": False, "progress": False},
+        "recovery": {"vote_every": rng.choice((1, 50))},
+        "backend": {"name": "cuda"},
+    }
+    return {f"{table}.{name}": value for table, values in tables.items() for name, value in values.items()}
+
+
+def write_texts(folder: Path) -> None:
+    """Write texts of words that repeat little, so that few tokens do not make many rows."""
+    (folder / "texts").mkdir()
+    rng = Random(0)
+    for number in range(40):
+        words = [str(rng.randrange(10**6)) for _ in range(600)]
+        (folder / "texts" / f"{number}.txt").write_text(" ".join(words), encoding="utf-8")
+
+
+Result = tuple[Record, list[str]]
+Mutant = Callable[[int], Any]
+"""Context of a rank in which its product is broken."""
+
+
+def ranked(overrides: Sequence[str], world: int, mutant: Mutant = nullcontext) -> Result:
+    """Record of a rank of a run, and the files of the checkpoint that the rank opens to resume."""
+    loaded = load(TINY, overrides)
+    plan = resolve_config(loaded, world, "cuda")
+    opened: list[str] = []
+    of_nccl, source = C10dCollectives.barrier, shard_files.open_source
+
+    def barrier(self: C10dCollectives) -> None:
+        of_nccl(self)
+        dist.all_gather_object([None] * world, None)  # NCCL's, which is pretended, lets nobody wait
+
+    def open_source(path: Path) -> Any:
+        opened.append(path.name)
+        return source(path)
+
+    os.environ.update({variable.name: variable.value for variable in (QUIET_TRANSFERS, RECORDING)})
+    with (
+        patch.object(C10dCollectives, "barrier", barrier),
+        patch.object(shard_files, "open_source", open_source),
+        recorded_run() as record,
+        mutant(int(os.environ["RANK"])),
+    ):
+        command.train(loaded, plan)
+    return record, opened
+
+
+def started(gpu: SimulatedGpu, overrides: Sequence[str], world: int, *mutant: Mutant) -> list[Result]:
+    """The ranks of one start, from the opening of their devices to the end."""
+    store = open_store()
+    return gpu.run(play_together, world, store.port, ranked, overrides, world, *mutant)
+
+
+def assert_sound(results: Sequence[Result]) -> None:
+    """Ranks make equal calls, none waits for ever, and hosts wait only where they read or save."""
+    of_ranks = [record for record, _ in results]
+    assert mismatches(of_ranks) == []
+    assert stuck(of_ranks) == {}
+    for record in of_ranks:
+        assert_few_waits(record)
+        steps = [event.fields["name"] for event in record.of("point")].count("step")
+        assert steps == SAVED
+
+
+def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
+    """Whole tensors of a checkpoint, in which ranks' files have each entry exactly once, by key."""
+    _, manifest = open_checkpoint(checkpoint)
+    assert {path.name for path in checkpoint.glob("*.safetensors")} == set(manifest.files)
+    parts: dict[str, list[tuple[list[int], Tensor]]] = defaultdict(list)
+    for name, stored in manifest.files.items():
+        verify(checkpoint / name, stored)
+        with safe_open(checkpoint / name, framework="pt") as file:
+            offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+            for key in file.keys():  # noqa: SIM118: the file is no dict
+                parts[key].append((offsets[key]["saved_offsets"], file.get_tensor(key)))
+    assert set(parts) == set(manifest.tensors)
+    tensors = {}
+    for key, entry in manifest.tensors.items():
+        times = torch.zeros(entry.shape, dtype=torch.int64)
+        tensors[key] = torch.zeros(entry.shape, dtype=parts[key][0][1].dtype)
+        for begin, part in parts[key]:
+            box = tuple(slice(first, first + size) for first, size in zip(begin, part.shape, strict=True))
+            times[box] += 1
+            tensors[key][box] = part
+        assert times.eq(1).all(), key
+    return tensors
+
+
+def drawn_weights(drawn: Drawn, folder: Path) -> dict[str, Tensor]:
+    """First weights of the run, whole, as one rank on a CPU draws them."""
+    resolved = resolve_config(load(TINY, [*drawn.start(folder, Degrees(), STEPS), "backend.name=cpu"]), 1, "cpu")
+    backend = open_backend("cpu")
+    model = build_model(resolved, backend, mesh_of(resolved, backend), init="draw")
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("drawn", [draw(SEED, index, most=4) for index in range(6)], ids=str)
+def test_a_run_saves_every_tensor_once_and_goes_on_under_another_layout(
+    gpu: SimulatedGpu, tmp_path: Path, drawn: Drawn
+) -> None:
+    """Each rank opens a file at most once to resume, and all ranks together open every file."""
+    import time
+    write_texts(tmp_path)
+    checkpoints = tmp_path / "run" / CHECKPOINTS_DIR
+    t=time.time()
+    assert_sound(started(gpu, drawn.start(tmp_path, drawn.saved, SAVED), drawn.saved.world))
+    print("T", time.time()-t)
+    saved = tensors_of(directory.step_path(checkpoints, SAVED))
+    shapes = {name: tensor.shape for name, tensor in weights_of(drawn.resolved(tmp_path, drawn.saved)).items()}
+    weights = {key.removeprefix(f"{MODEL}/"): tensor for key, tensor in saved.items() if key.startswith(f"{MODEL}/")}
+    assert {name: tensor.shape for name, tensor in weights.items()} == shapes
+    t=time.time()
+    results = started(gpu, drawn.start(tmp_path, drawn.resumed, STEPS), drawn.resumed.world)
+    print("T", time.time()-t)
+    assert_sound(results)
+    opened = [files for _, files in results]
+    assert all(len(files) == len(set(files)) for files in opened)
+    files = {path.name for path in directory.step_path(checkpoints, SAVED).glob("*.safetensors")}
+    assert set().union(*opened) == files
+    steps = [record["step"] for record in records(tmp_path / "run")]
+    assert steps[-1] == STEPS
+    again = tensors_of(directory.step_path(checkpoints, STEPS))
+    assert {key: tensor.shape for key, tensor in again.items()} == {key: tensor.shape for key, tensor in saved.items()}
+    if drawn.shared["precision.params"] == "fp32":
+        print("BITS", {k: bool(torch.equal(saved[k], again[k])) for k in saved})
+        ours = drawn_weights(drawn, tmp_path)
+        print(list(ours)[:4], list(weights)[:4])
