@@ -1,7 +1,7 @@
 """Activations of blocks in host memory from their forward to their backward pass.
 
-Autograd hands over each tensor that it saves, and asks for the tensor again when its backward pass needs it. Parameters
-and tables of positions stay on the device.
+Autograd hands over each tensor that it saves, and asks for the tensor again when its backward pass needs it. Parameters,
+tables of positions and inputs that all blocks have in common stay on the device.
 
 On a device with memory of its own, copies have streams of their own. The copies of a block run beside the forward pass
 of the next block, whose end waits for them. In the backward pass, a block's tensors come back beside the pass of the
@@ -13,7 +13,7 @@ Source: `torch.autograd.graph.save_on_cpu`, which also copies parameters, and a 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -38,7 +38,8 @@ def offload_activations(model: nn.Module) -> None:
 
 def _offloaded(forward: Callable[..., Tensor], model: nn.Module, transfers: Transfers) -> Callable[..., Tensor]:
     def run(block: nn.Module, *inputs: Any) -> Tensor:
-        with saved_on_host(model, transfers):
+        _, *common = inputs  # first positions of documents, say, of which kernels know copies on the host
+        with saved_on_host(model, transfers, [x for x in common if isinstance(x, Tensor)]):
             return forward(*inputs)
 
     return run
@@ -155,9 +156,12 @@ class SavedTensors:
 
 
 @contextmanager
-def saved_on_host(module: nn.Module, transfers: Transfers) -> Iterator[None]:
-    """Save tensors for backward in host memory in this context, other than parameters and buffers of a module."""
-    stays = {buffer.untyped_storage().data_ptr() for buffer in module.buffers()}
+def saved_on_host(module: nn.Module, transfers: Transfers, common: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Save tensors for backward in host memory in this context.
+
+    Parameters and buffers of a module stay where they are, and so do tensors that all its blocks have in common.
+    """
+    stays = {x.untyped_storage().data_ptr() for x in (*module.buffers(), *common)}
     saved = SavedTensors(transfers)
     # The tensor stays alive with its copy, so that nothing else gets its memory and its key.
     copies: dict[object, tuple[Tensor, _HostCopy]] = {}

@@ -25,6 +25,12 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "parallel": {"offload": ["activations"]},
     },
     "documents": {"precision": {"params": "bf16", "update": "bf16_stochastic"}, "data": {"doc_mask": True}},
+    "documents_offload": {
+        "precision": {"params": "bf16", "update": "fp32_master"},
+        "parallel": {"offload": ["activations"]},
+        "data": {"doc_mask": True},
+        "train": {"remat": "selective"},
+    },
     "muon": {"precision": {"params": "bf16", "update": "fp32_master"}, "optim": {"name": "muon"}},
     "experts": {
         "precision": {"params": "bf16", "update": "fp32_master"},
