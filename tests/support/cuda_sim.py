@@ -29,7 +29,7 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -372,34 +372,45 @@ def play_together(world: int, port: int, body: Callable[..., T], *args: Any) -> 
 
     assert not is_initialized(), "CUDA does not survive a fork"
     fork = multiprocessing.get_context("fork")
-    pipes: dict[Any, int] = {}
     processes = []
-    results: dict[int, Any] = {}
-    failures: list[str] = []
+    ranks: dict[Connection, int] = {}
     for rank in range(world):
-        here, there = fork.Pipe()
+        here, there = Pipe()
         variables = {**rank_variables(rank, world, port), **AGENT_STORE}
         processes.append(fork.Process(target=_play_rank, args=(there, variables, body, args), daemon=True))
         processes[-1].start()
         there.close()
-        pipes[here] = rank
+        ranks[here] = rank
     try:
-        while pipes:
-            answered = wait([*pipes], LAST_WORDS_S if failures else LIMIT_S)
-            if not answered:
-                failures.append(f"ranks {sorted(pipes.values())} are not done in time")
-                break
-            for pipe in answered:
-                rank = pipes.pop(pipe)
-                done, results[rank] = pipe.recv()
-                if not done:
-                    failures.append(f"rank {rank}:\n{results[rank]}")
+        results, failures = _answers(ranks)
     finally:
         for process in processes:
             process.kill()
             process.join()
     assert not failures, "\n".join(failures)
     return [results[rank] for rank in range(world)]
+
+
+def _answers(ranks: Mapping[Connection, int]) -> tuple[dict[int, Any], list[str]]:
+    """Results of ranks, and failures of those that raise, die, or are not done in time."""
+    waiting = dict(ranks)
+    results: dict[int, Any] = {}
+    failures: list[str] = []
+    while waiting:
+        ready = wait([*waiting], LAST_WORDS_S if failures else LIMIT_S)
+        answered = [pipe for pipe in waiting if pipe in ready]
+        if not answered:
+            failures.append(f"ranks {sorted(waiting.values())} are not done in time")
+            break
+        for pipe in answered:
+            rank = waiting.pop(pipe)
+            try:
+                done, results[rank] = pipe.recv()
+            except EOFError:
+                done, results[rank] = False, "died"
+            if not done:
+                failures.append(f"rank {rank}:\n{results[rank]}")
+    return results, failures
 
 
 def _play_rank(pipe: Connection, variables: dict[str, str], body: Callable[..., object], args: tuple[Any, ...]) -> None:
