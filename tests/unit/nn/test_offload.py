@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.common.mesh import Mesh
@@ -146,6 +147,26 @@ def test_backward_reads_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.blocks[0].weight.grad is not None and not model.blocks[0].weight.grad.any()
 
 
+def test_inputs_that_all_blocks_share_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels know host copies of first positions by the tensor itself, which a recomputation gets again."""
+    host = Host(monkeypatch)
+    seen: list[Tensor] = []
+
+    def recomputed(x: Tensor, starts: Tensor) -> Tensor:
+        seen.append(starts)
+        return (x * starts).sin()
+
+    model = Blocks(lambda x, starts: checkpoint(recomputed, x, starts, use_reentrant=False), 2)
+    offload.offload_activations(model)
+    starts, x = torch.arange(4), torch.randn(3, 4, requires_grad=True)
+    for block in model.blocks:
+        x = block(x, starts)
+    x.sum().backward()
+    assert len(seen) == 2 * len(model.blocks)
+    assert all(one is starts for one in seen)
+    assert all(copy.dtype == torch.float32 for copy in host.copies) and host.copies
+
+
 class Device:
     """Streams of a device with memory of its own, which record their waits; the meta device has the tensors."""
 
@@ -183,7 +204,7 @@ class Stream:
 
 
 class Blocks(nn.Module):
-    def __init__(self, forward: Callable[[Tensor], Tensor], number: int) -> None:
+    def __init__(self, forward: Callable[..., Tensor], number: int) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Identity() for _ in range(number))
         for block in self.blocks:
