@@ -1,7 +1,8 @@
 """Whole runs of several ranks on pretended GPUs: steps, evaluation, checkpoints, and a start under another layout.
 
 Each rank is a process. Hosts agree over gloo and a store, and NCCL's calls are recorded. No kernel computes. So the
-numbers that hosts read are replaced by ones, and replicas count as equal. AdamW leaves weights in float32 as drawn, to the bit.
+numbers that hosts read are replaced by ones, and replicas count as equal. AdamW leaves weights in float32 as drawn, to
+the bit.
 """
 
 from __future__ import annotations
@@ -318,5 +319,5 @@ def test_a_rank_that_skips_a_collective_of_a_save_is_seen(gpu: SimulatedGpu, tmp
 def test_a_pageable_copy_of_one_rank_is_seen(gpu: SimulatedGpu, tmp_path: Path) -> None:
     first, second = replicas(gpu, tmp_path, from_pageable_memory)
     assert_few_waits(first)
-    with pytest.raises(AssertionError, match="assert .* == \\[\\]"):
+    with pytest.raises(AssertionError, match=r"assert .* == \[\]"):
         assert_few_waits(second)
