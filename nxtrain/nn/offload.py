@@ -1,7 +1,7 @@
 """Activations of blocks in host memory from their forward to their backward pass.
 
-Autograd hands over each tensor that it saves, and asks for the tensor again when its backward pass needs it. Parameters,
-tables of positions and inputs that all blocks have in common stay on the device.
+Autograd hands over each tensor that it saves, and asks for the tensor again when its backward pass needs it.
+Parameters, tables of positions and inputs that all blocks have in common stay on the device.
 
 On a device with memory of its own, copies have streams of their own. The copies of a block run beside the forward pass
 of the next block, whose end waits for them. In the backward pass, a block's tensors come back beside the pass of the
