@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -34,13 +35,14 @@ from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.io import object_store
 from nxtrain.common.io.checksummed_file import verify
+from nxtrain.common.mesh import Mesh
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.common.sharding import Layout, ParamTable
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.tables import toml_value
 from nxtrain.launch.gpu import QUIET_TRANSFERS, RECORDING
-from nxtrain.train import command
+from nxtrain.train import command, trainer
 from nxtrain.train.build import build_model, mesh_of
 from nxtrain.train.health.numerics import NumericsGuard
 from tests.cuda_sim.test_communicators import mismatches, stuck
@@ -321,3 +323,43 @@ def test_a_pageable_copy_of_one_rank_is_seen(gpu: SimulatedGpu, tmp_path: Path) 
     assert_few_waits(first)
     with pytest.raises(AssertionError, match=r"assert .* == \[\]"):
         assert_few_waits(second)
+
+
+def failing(rank: int) -> Any:
+    """Rank 1 fails in its first step."""
+
+    def fail(*_: Any) -> Any:
+        raise ValueError("a broken device")
+
+    return patch.object(trainer, "train_step", fail) if rank == 1 else nullcontext()
+
+
+def test_a_rank_that_loses_another_names_its_failure(gpu: SimulatedGpu, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError) as failure:
+        replicas(gpu, tmp_path, failing)
+    assert "LostPeerError: rank 1 failed: ValueError: a broken device" in str(failure.value)
+
+
+def transfers(quiet: bool) -> str:
+    """Lines that a rank of a pipeline prints in its first transfers."""
+    os.environ[QUIET_TRANSFERS.name] = QUIET_TRANSFERS.value if quiet else "true"
+    with tempfile.TemporaryFile("w+") as printed:
+        os.dup2(printed.fileno(), 2)
+        backend = open_backend("cuda")
+        mesh = Mesh.build(2, backend.rank, pp=2)
+        backend.lay_out(mesh)
+        x = torch.zeros(8, device=backend.device)
+        if backend.rank == 0:
+            backend.collectives.start_send(x, mesh.pp, 1).wait()
+        else:
+            backend.collectives.start_receive(x, mesh.pp, 0).wait()
+        backend.close()
+        printed.seek(0)
+        return printed.read()
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_the_variables_of_a_launch_silence_the_warning_of_transfers(gpu: SimulatedGpu, quiet: bool) -> None:
+    store = open_store()
+    printed = gpu.run(play_together, 2, store.port, transfers, quiet)
+    assert [("unbatched P2P" in lines) for lines in printed] == [not quiet] * 2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -12,8 +14,10 @@ import torch
 
 from nxtrain.backends import choose, open_backend
 from nxtrain.backends.base import Backend
+from nxtrain.checkpoint import directory
 from nxtrain.common.errors import BackendError
 from nxtrain.common.mesh import Mesh
+from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.metrics.status import KINDS_S, SECTIONS_S
 from nxtrain.train.step import train_step
 from tests.support.adamw import STEPS as NUM_UPDATES
@@ -21,7 +25,8 @@ from tests.support.adamw import ours, torchs
 from tests.support.models import BASE, SHAPES, hf_model, our_model, plan, tokens, weights_of
 from tests.support.parity import LR, Course, batches, check_course, layout, local_batch, reference, run_ours, start
 from tests.support.ranks import RankPool
-from tests.support.runs import course, records, run_plan, token_file, train_rank
+from tests.support.recovery import tensors
+from tests.support.runs import course, records, run_plan, token_file, train_rank, write_toml
 
 pytestmark = pytest.mark.cuda
 
@@ -101,6 +106,40 @@ def test_a_run_goes_on_from_its_checkpoint_bit_for_bit(backend: Backend, tmp_pat
     run("broken", 2)
     assert course(run("broken", 4)) == course(straight)
     assert backend.diagnostics.peak_memory_bytes() > 0
+
+
+def test_a_deterministic_run_of_long_rows_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Sixteen blocks of keys add to each gradient of a query, so that an order of sums exists."""
+    assert_goes_on(tmp_path, "backend.name=cuda", "backend.deterministic=true")
+
+
+def assert_goes_on(folder: Path, *overrides: str) -> None:
+    """A run that ends after two steps and goes on has the records and weights of one that does not end.
+
+    The runs are processes of their own, in which cuBLAS reads the variable of its workspace first.
+    """
+    seq_len, file = 2048, folder / "rows.npy"
+    np.save(file, np.random.default_rng(0).integers(0, BASE["vocab_size"], (8, seq_len + 1), dtype=np.uint16))
+    config = write_toml(
+        folder,
+        train={"steps": 4, "seq_len": seq_len},
+        model={"preset": "tiny", "config": {"max_position_embeddings": seq_len}},
+        data={"source": "tokens", "path": str(file)},
+        precision={"params": "bf16", "update": "fp32_master"},
+        optim={"decay_steps": 4},
+        checkpoint={"every": 2},
+    )
+
+    def run(name: str, steps: int) -> Path:
+        options = (f"run.dir={folder / name}", f"train.steps={steps}", *overrides)
+        subprocess.run([sys.executable, "-m", "nxtrain", "train", str(config), *options], check=True)
+        return folder / name
+
+    straight = run("straight", 4)
+    run("broken", 2)
+    assert course(run("broken", 4)) == course(straight)
+    saved = [tensors(directory.step_path(folder / name / CHECKPOINTS_DIR, 4)) for name in ("straight", "broken")]
+    assert saved[0] == saved[1]
 
 
 @pytest.mark.parametrize(("tp", "dp", "sp"), [(2, 1, False), (2, 1, True), (1, 2, False)])
