@@ -77,7 +77,7 @@ def test_the_longest_interval_of_the_configuration_is_remembered_and_a_step_more
 @pytest.mark.parametrize("kind", [AcceleratorBackend, CpuBackend])
 def test_a_backend_reads_entries_under_names_of_their_own(kind: type[C10dBackend]) -> None:
     values = {"loss": torch.tensor(2.5), "ring": torch.tensor([[1.0, 2.0], [3.0, math.inf]], dtype=torch.float64)}
-    backend = cast("C10dBackend", SimpleNamespace(device=torch.device("cpu")))
+    backend = cast("C10dBackend", SimpleNamespace(device=torch.device("cpu"), _lost=""))
     read = kind.fetch(backend, values)
     assert read == {"loss": 2.5, "ring_0": 1.0, "ring_1": 2.0, "ring_2": 3.0, "ring_3": math.inf}
     assert list(read) == fetched_names(values)
