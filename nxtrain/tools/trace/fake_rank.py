@@ -299,7 +299,9 @@ def zero_batch(resolved: Resolved, state: TrainState) -> DeviceBatch:
     given = (state.backend.put, None, state.context_parallel, answers, padding, tokens_axis)
     batch = DeviceBatch.of(tokens, tokens, *given)
     if resolved.config.data.doc_mask:  # not by `DeviceBatch.of`, which would note documents without values
-        batch = replace(batch, starts=[x.clone() for x in batch.inputs])
+        length = batch.inputs[0].shape[-1]
+        starts = [state.backend.put(rows[..., :length].contiguous()) for rows in tokens]
+        batch = replace(batch, starts=starts)
     if tuning.objective == "kto":
         batch = replace(batch, swapped=replace(DeviceBatch.of(tokens, tokens, *given), starts=batch.starts))
     return batch
