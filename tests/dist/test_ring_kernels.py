@@ -19,6 +19,7 @@ from torch import Tensor
 from nxtrain.backends.attention_choice import AttentionChoice
 from nxtrain.backends.base import Backend
 from nxtrain.backends.neuron import ring_kernels
+from nxtrain.backends.neuron.bounded import scaled
 from nxtrain.backends.neuron.ring_kernels import RingKernels, ring_launches
 from nxtrain.backends.ranged_attention import whole_rows
 from nxtrain.common.errors import BackendError
@@ -87,8 +88,7 @@ def largest_error(ranks: RankPool, seed: int, dtype: torch.dtype, mutant: str = 
 
 
 def _scaled_twice() -> AbstractContextManager[Any]:
-    sound = ring_kernels._scaled
-    return patch.object(ring_kernels, "_scaled", lambda q: sound(sound(q)))
+    return patch.object(ring_kernels, "scaled", lambda q: scaled(scaled(q)))
 
 
 def _mean_of_copies() -> AbstractContextManager[Any]:

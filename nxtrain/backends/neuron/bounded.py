@@ -53,7 +53,7 @@ class BoundedKernels:
         num_heads, cores = q.shape[2], self._cores(k)
         outs, sums = [], []
         for rows, low, high in self._calls(ranges, q.shape[1]):
-            queries, keys, values = (x[:, rows] for x in (_scaled(q), k, v))
+            queries, keys, values = (x[:, rows] for x in (scaled(q), k, v))
             bounds = low, high
             if self.together:
                 bounds = low.repeat_interleave(num_heads, dim=0), high.repeat_interleave(num_heads, dim=0)  # (R * N, S)
@@ -74,7 +74,7 @@ class BoundedKernels:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`Kernels.attend_backward`."""
         grads, cores = [], self._cores(k)
-        operands = _scaled(q), k, v, out.to(q.dtype), grad.to(q.dtype)
+        operands = scaled(q), k, v, out.to(q.dtype), grad.to(q.dtype)
         for rows, low, high in self._calls(ranges, q.shape[1]):
             by_head = [x[:, rows].permute(1, 2, 3, 0).contiguous() for x in operands]  # (R, N, H, S)
             sums = log_sums[rows].unflatten(2, (-1, PARTITIONS)).transpose(2, 3).contiguous()
@@ -166,7 +166,8 @@ def load(lnc: int) -> BoundedKernels:
     return BoundedKernels(*launches(attention_cte, attention_bwd), lnc)
 
 
-def _scaled(q: Tensor) -> Tensor:
+def scaled(q: Tensor) -> Tensor:
+    """Queries whose products with keys are scores."""
     return q / math.sqrt(q.shape[3])
 
 

@@ -41,23 +41,18 @@ def load_bounded(lnc: int) -> BoundedKernels:
     return BoundedKernels(_registered(forward), _registered(backward), lnc, together=True)
 
 
+@cache
 def load_ring(axis: Axis, lnc: int, *, is_striped: bool) -> RingKernels:
     """Import attention of ranks that pass keys and values on.
 
     Raises:
         ImportError: The kernels cannot be imported.
     """
-    groups = tuple(map(tuple, axis.groups))
-    return _ring_of(groups, lnc, is_striped=is_striped)
-
-
-@cache
-def _ring_of(groups: tuple[tuple[int, ...], ...], lnc: int, *, is_striped: bool) -> RingKernels:
     from nkilib.experimental.attention.ring_attention_bwd import ring_attention_spmd_bwd
     from nkilib.experimental.attention.ring_attention_fwd import ring_attention_spmd_fwd
 
     kernels = _wrapped(ring_attention_spmd_fwd), _wrapped(ring_attention_spmd_bwd)
-    forward, backward = ring_launches(*kernels, groups, lnc, is_striped=is_striped)
+    forward, backward = ring_launches(*kernels, tuple(map(tuple, axis.groups)), lnc, is_striped=is_striped)
     return RingKernels(_registered(forward), _registered(backward))
 
 

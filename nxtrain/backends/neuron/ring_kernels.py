@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nxtrain.backends.neuron.bounded import scaled
 from nxtrain.common.layers import RingAttention
 
 
@@ -38,7 +39,7 @@ class RingKernels(RingAttention):
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        queries = _scaled(q).permute(1, 2, 0, 3).contiguous()  # (B, N, T, H)
+        queries = scaled(q).permute(1, 2, 0, 3).contiguous()  # (B, N, T, H)
         keys, values = (_for_each_query(x, q).permute(1, 2, 0, 3).contiguous() for x in (k, v))
         out, log_sums = self.forward(queries, keys, values)
         return out.permute(2, 0, 1, 3), log_sums
@@ -46,7 +47,7 @@ class RingKernels(RingAttention):
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        of_heads = _scaled(q), _for_each_query(k, q), _for_each_query(v, q), out.to(q.dtype), grad.to(q.dtype)
+        of_heads = scaled(q), _for_each_query(k, q), _for_each_query(v, q), out.to(q.dtype), grad.to(q.dtype)
         by_head = [x.permute(1, 2, 3, 0).contiguous() for x in of_heads]  # (B, N, H, T)
         grads = self.backward(*by_head, log_sums)
         q_grad, k_copies, v_copies = (x.permute(3, 0, 1, 2) for x in grads)
@@ -105,10 +106,6 @@ def ring_launches(
         return grads
 
     return ring_attention_fwd, ring_attention_bwd
-
-
-def _scaled(q: Tensor) -> Tensor:
-    return q / math.sqrt(q.shape[3])
 
 
 def _for_each_query(x: Tensor, q: Tensor) -> Tensor:

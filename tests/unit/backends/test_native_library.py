@@ -48,7 +48,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(native, "this_machine", lambda: SimpleNamespace(physical_cores=2))
     yield
     native_library.load_bounded.cache_clear()
-    native_library._ring_of.cache_clear()
+    native_library.load_ring.cache_clear()
 
 
 @pytest.fixture
