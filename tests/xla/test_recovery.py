@@ -76,8 +76,9 @@ def test_ranks_that_are_killed_stopped_and_frozen_lose_nothing(runs: Runs, tmp_p
     assert frozen.codes[0] == HangError.exit_code
     assert f"rank 1 did not come within recovery.hang_timeout_s={PATIENCE_S:g} seconds" in frozen.said[0]
     assert "and gives no sign of life" in frozen.said[0]
-    # Rank 0 has done its part of the step, and waits on the device.
-    assert "in _brought" in (history.run / "logs/hang-rank-0.txt").read_text(encoding="utf-8")
+    # Rank 0 waits on the device; in the first steps after a start it waits for the comparison of graphs.
+    stacks = (history.run / "logs/hang-rank-0.txt").read_text(encoding="utf-8")
+    assert "in _brought" in stacks or "in compare" in stacks, stacks
 
 
 def test_a_rank_that_ends_is_no_hang_and_a_bit_of_one_replica_is_found(runs: Runs, tmp_path: Path) -> None:
