@@ -1,8 +1,10 @@
 """Parameters, gradients and optimizer state sharded over the data parallel ranks, by torch's `fully_shard`.
 
-A unit is a block, or adjacent small blocks. A unit's parameters are gathered before the unit runs and freed after it.
-The unit's gradients are reduced and scattered as soon as its backward pass is done, in every micro-batch. Under
-expert parallelism the experts of a block are a unit of their own, over the ranks that hold the same experts.
+A unit is a block, or adjacent small blocks, or the embedding, or the output projection. A unit's parameters are
+gathered before the unit runs and freed after it. The unit's gradients are reduced and scattered as soon as its backward
+pass is done, in every micro-batch. Other parameters outside the blocks form the last unit: the final norm, and a matrix
+that is both embedding and output projection. Under expert parallelism the experts of a block are a unit of their own,
+over the ranks that hold the same experts.
 
 Source: Zhao et al. 2023 (arXiv:2304.11277); torch.distributed.fsdp.fully_shard.
 """
@@ -33,6 +35,8 @@ from nxtrain.common.family import CausalLM
 from nxtrain.common.sharding import Layout, ParamTable
 from nxtrain.common.stages import units_of
 from nxtrain.parallel.data_parallel import DataParallel
+from nxtrain.parallel.embedding import VocabEmbedding
+from nxtrain.parallel.loss import VocabHead
 from nxtrain.parallel.precision import Precision
 
 Backward = Literal["before", "after", "none"]
@@ -53,16 +57,27 @@ class Prefetch:
     forward: bool = True
     backward: Backward = "before"
 
-    def apply(self, units: Sequence[Sequence[FSDPModule]]) -> None:
+    def apply(
+        self, units: Sequence[Sequence[FSDPModule]], embedding: FSDPModule | None, head: FSDPModule | None
+    ) -> None:
         """Set what each unit gathers ahead.
 
         Args:
-            units: First module of each unit, with its experts that are units of their own, in the order of the forward
-                pass. The experts are gathered with the unit.
+            units: First module of each unit of blocks, with its experts that are units of their own, in the order of
+                the forward pass. The experts are gathered with the unit.
+            embedding, head: The units around the blocks; None: their parameters are gathered with the whole model's.
         """
+        following = [*units] if head is None else [*units, [head]]
+        if self.forward and embedding is not None:
+            embedding.set_modules_to_forward_prefetch([*chain(*following[: self.number])])
+        if head is not None:
+            # The gradient of the projection is ready before the backward pass, so gathering ahead delays nothing.
+            last = [*chain(*units[-max(1, self.number) :][::-1])]
+            head.set_modules_to_backward_prefetch([head] if self.backward == "none" else last)
         for index, (unit, *experts) in enumerate(units):
             if self.forward:
-                unit.set_modules_to_forward_prefetch([*experts, *chain(*units[index + 1 : index + 1 + self.number])])
+                ahead = following[index + 1 : index + 1 + self.number]
+                unit.set_modules_to_forward_prefetch([*experts, *chain(*ahead)])
             before = [*chain(*units[max(0, index - max(1, self.number)) : index][::-1])]
             for of_experts in experts:
                 of_experts.set_modules_to_backward_prefetch([of_experts])
@@ -117,23 +132,32 @@ class Sharding:
         """Allocate, fill and shard a model on the meta device, unit by unit, so that at most one unit is unsharded.
 
         Args:
-            model: A `CausalLM` of a tensor parallel rank; parameters outside its blocks form one unit.
+            model: A `CausalLM` of a tensor parallel rank.
             fill: Gives storage and values to the parameters of a module that are still on the meta device.
         """
         blocks = iter(cast(CausalLM, model).blocks)
         units: list[list[nn.Module]] = []
         for number in self.chunks:
             units += self._units(list(islice(blocks, number)))
+        embedding, head = embedding_and_head(model)
+        if embedding is not None:
+            self._shard([embedding], fill, self.mesh, keep_gathered=False)
+            # The gradient of a lookup needs no weights.
+            cast(FSDPModule, embedding).set_unshard_in_backward(False)
         gathered: list[list[FSDPModule]] = []
         for unit in units:
             experts = self._shard_experts(unit, fill)
             self._shard(unit, fill, self.mesh, self.keep_gathered)
             gathered.append([cast(FSDPModule, module) for module in (unit[0], *experts)])
         # The backward pass begins with the last layers of the forward pass.
+        if head is not None:
+            self._shard([head], fill, self.mesh, keep_gathered=True)
+            for method in ("loss", "logits"):
+                register_fsdp_forward_method(head, method)
         self._shard([model], fill, self.mesh, keep_gathered=True)
         for method in ("run", "loss", "logits"):
             register_fsdp_forward_method(model, method)
-        self.prefetch.apply(gathered)
+        self.prefetch.apply(gathered, cast("FSDPModule | None", embedding), cast("FSDPModule | None", head))
 
     def _units(self, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
         sizes = []
@@ -178,6 +202,20 @@ class Sharding:
             ),
             offload_policy=offload_policy,
         )
+
+
+def embedding_and_head(model: nn.Module) -> tuple[VocabEmbedding | None, VocabHead | None]:
+    """Embedding and output projection of a model, each None on a stage without it; both None for one matrix."""
+    embedding: VocabEmbedding | None = None
+    head: VocabHead | None = None
+    for module in model.modules():
+        if isinstance(module, VocabEmbedding):
+            embedding = module
+        if isinstance(module, VocabHead):
+            head = module
+    if embedding is not None and head is not None and embedding.weight is head.weight:
+        return None, None
+    return embedding, head
 
 
 def experts_of(block: nn.Module) -> list[nn.Module]:

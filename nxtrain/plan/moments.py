@@ -28,7 +28,7 @@ from nxtrain.plan.adapters import adapter_entries
 from nxtrain.plan.job import SIZES, Job
 from nxtrain.plan.logits import chunk_bytes, kept_logits_bytes
 from nxtrain.plan.muon import muon_work
-from nxtrain.plan.shapes import block_entries, rest_entries
+from nxtrain.plan.shapes import OuterUnits, block_entries, outer_units
 
 NORM_ROW_BYTES = 4
 """Bytes that the final norm keeps of each row beside its input: a float32."""
@@ -168,22 +168,21 @@ def _reducing(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
 
 
 def _gathering(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
-    """Full sharding: a backward pass begins; then the parameters outside the blocks are reduced at its end.
+    """Full sharding: the loss; the reduction of the output projection; the last block; the end of a backward pass.
 
-    Gathered are the unit at work and those ahead, or all of them, and always the parameters outside the blocks. Experts
-    that ranks divide are gathered with the unit of their block. Of a unit the gradient exists in its own type and in
-    that of the reduction.
+    Gathered are the unit at work and those ahead, or all blocks, and always the parameters that are no unit alone.
+    Experts that ranks divide are gathered with the unit of their block. Of a unit the gradient exists in its own type
+    and in that of the reduction.
     """
     parallel = job.config.parallel
     kind = job.stages[stage]
     tp = job.config.parallel.tp
-    block, rest = block_entries(kind, tp, 1), rest_entries(kind, tp, 1).local
-    block_size, rest_size = block.local * job.params_size, rest * job.params_size
-    trained, rest_trained = block, rest
+    trained, outer = block_entries(kind, tp, 1), outer_units(kind, tp)
+    outer_trained = outer
+    block_size = trained.local * job.params_size
     if job.adapters is not None:
-        frozen = job.frozen(stage)
-        trained, rest_trained = adapter_entries(kind, tp, 1, job.adapters), 0
-        block_size, rest_size = frozen.block + trained.local * job.params_size, frozen.rest
+        trained, outer_trained = adapter_entries(kind, tp, 1, job.adapters), OuterUnits(0, 0, 0)
+        block_size = job.frozen(stage).block + trained.local * job.params_size
     unit = unit_blocks(job, stage)
     num_gathered = kind.num_blocks
     if parallel.shard != "grad_op":
@@ -191,26 +190,36 @@ def _gathering(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
         if parallel.backward_prefetch != "none":
             units += max(1, parallel.prefetch)
         num_gathered = min(num_gathered, unit * units)
-    gathered = rest_size + block_size * num_gathered
+    gathered = outer.rest * job.params_size + block_size * num_gathered
     grads, grad_size = _earlier_grads(job, stage, accumulated), job.params_size + SIZES[job.config.precision.reduce]
+    reduced_size = grad_size
+    if job.backend == "cpu":  # gloo reduces a copy
+        reduced_size += SIZES[job.config.precision.reduce]
     kept = kept_bytes(job, stage)
-    yield Moment(grads, _held(job, stage, kept), _logits(job, stage), gathered)
+    head_size = outer.head * job.params_size
+    at_loss = outer.rest * job.params_size + 2 * head_size  # torch keeps the buffer of the last gather until then
+    if parallel.shard == "grad_op":
+        at_loss += block_size * kind.num_blocks
+    kept_logits = kept_logits_bytes(job) if kind.last else 0
+    yield Moment(grads, _held(job, stage, kept), _logits(job, stage), at_loss)
+    copies = outer_trained.head * (reduced_size - job.params_size)  # the matrix itself is freed by then
+    yield Moment(grads, kept, kept_logits, gathered + max(head_size, copies))
+    sent = outer_trained.head * SIZES[job.config.precision.reduce]  # until the gradients of the last unit are ready
+    yield Moment(grads, kept + _working(job, stage), 0, gathered + sent)
     gathered_forward = gathered
     if num_gathered == kind.num_blocks:  # a forward pass frees the buffer of a gathered unit when it needs the next
         gathered_forward += unit * block_size
     yield from _forward(job, stage, accumulated, gathered_forward)
     freed = min(*_kept_of_chunks(job, stage), block_bytes(job))
-    kept_logits = kept_logits_bytes(job) if kind.last else 0
+    kept_logits -= outer_trained.head * job.params_size
     unit_trained = unit * trained.local
     if parallel.ep > 1:  # experts are units of their own, whose gradients are reduced block by block
         unit_trained -= (unit - 1) * trained.experts
     unit_grads = unit_trained * grad_size
     yield Moment(grads, kept - freed + attention_work_bytes(job), kept_logits, gathered + unit_grads)
-    rest_grads, rest_reduced = rest_trained * job.params_size, rest_trained * SIZES[job.config.precision.reduce]
-    at_end = rest_grads + rest_reduced  # the parameters outside the blocks are freed by then, as those of all blocks
-    if job.backend == "cpu":  # gloo reduces a copy
-        at_end += rest_reduced
-    yield Moment(accumulated, _working(job, stage), 0, max(gathered + rest_grads, at_end))
+    during = gathered + outer_trained.rest * job.params_size
+    at_end = (outer_trained.embedding + outer_trained.rest) * reduced_size  # all that was gathered is free by then
+    yield Moment(accumulated, _working(job, stage), 0, max(during, at_end))
 
 
 def unit_blocks(job: Job, stage: int) -> int:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from typing import NamedTuple
 
-from nxtrain.common.dimensions import Dimensions, block_specs, rest_specs
+from nxtrain.common.dimensions import EMBEDDING, HEAD, Dimensions, block_specs, rest_specs
 from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import ShardSpec
 from nxtrain.common.stages import StagePart, split_layers, split_layers_at
@@ -132,6 +133,14 @@ class Stage:
         """Parameters outside the blocks."""
         return rest_specs(self.dimensions, first=self.first, last=self.last)
 
+    @property
+    def lone_units(self) -> tuple[str, ...]:
+        """Parameters that full sharding gathers alone: embedding and output projection, unless one matrix is both."""
+        if self.first and self.last and self.dimensions.tied:
+            return ()
+        names = (EMBEDDING,) if self.first else ()
+        return (*names, HEAD) if self.last else names
+
 
 @lru_cache(maxsize=1024)
 def stage_parts(
@@ -175,3 +184,19 @@ def block_entries(stage: Stage, tp: int, shard: int) -> Entries:
 def rest_entries(stage: Stage, tp: int, shard: int) -> Entries:
     """Entries of a stage's parameters outside of its blocks."""
     return sum_entries(stage.rest_specs(), tp, shard)
+
+
+class OuterUnits(NamedTuple):
+    """Local entries of the units of full sharding outside the blocks; `rest` is what is no unit alone."""
+
+    embedding: int
+    head: int
+    rest: int
+
+
+@lru_cache(maxsize=65_536)
+def outer_units(stage: Stage, tp: int) -> OuterUnits:
+    """Units of a stage outside its blocks."""
+    entries = {name: sum_entries({name: spec}, tp, 1).local for name, spec in stage.rest_specs().items()}
+    alone = {name: entries.pop(name) for name in stage.lone_units}
+    return OuterUnits(alone.get(EMBEDDING, 0), alone.get(HEAD, 0), sum(entries.values()))

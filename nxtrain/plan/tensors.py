@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from nxtrain.backends.limits import NF4_GROUP, nf4_offsets
-from nxtrain.common.dimensions import EMBEDDING, is_matrix
+from nxtrain.common.dimensions import EMBEDDING, HEAD, is_matrix
 from nxtrain.common.mesh import Axis, Mesh
 from nxtrain.common.sharding import ShardBox, ShardSpec, row_cut
 from nxtrain.common.stages import units_of
@@ -95,7 +95,7 @@ class Unit:
     """Modules whose sharded parameters are gathered at once.
 
     Args:
-        modules: Names of the blocks; of the unit of all other parameters, the names of these.
+        modules: Names of the blocks; of parameters outside the blocks, the names of these.
         entries: Entries of a tensor parallel rank.
     """
 
@@ -226,10 +226,14 @@ class Rank:
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
-        """Units in the order of the forward pass, the parameters outside the blocks last; none if all are whole."""
+        """Units in the order of the forward pass, then that of the other parameters; none if all are whole."""
         if not self.job.is_fully_sharded:
             return ()
+        alone = self.job.stages[self.stage].lone_units
+        around = {held.parameter.name: _unit_of(held) for held in self.others if held.parameter.name in alone}
         units = []
+        if EMBEDDING in around:
+            units.append(around[EMBEDDING])
         for chunk in self.blocks:
             sizes = []
             for index in chunk:
@@ -237,9 +241,11 @@ class Rank:
             for unit in units_of(sizes, self.job.config.parallel.unit_params):
                 entries = sum(sizes[index] for index in unit)
                 units.append(Unit(tuple(f"model.layers.{chunk[index]}" for index in unit), entries))
-        if self.others:
-            names = tuple(held.parameter.name.removesuffix(".weight") for held in self.others)
-            units.append(Unit(names, sum(math.prod(held.local_shape) for held in self.others)))
+        if HEAD in around:
+            units.append(around[HEAD])
+        rest = [held for held in self.others if held.parameter.name not in alone]
+        if rest:
+            units.append(_unit_of(*rest))
         return tuple(units)
 
     def _hold(self, parameter: Parameter) -> Held:
@@ -270,6 +276,12 @@ class Rank:
             num_bytes=math.prod(stored) * size,
             boxes=tuple(spec.blocks(self.mesh.tp, rows)),
         )
+
+
+def _unit_of(*parameters: Held) -> Unit:
+    """Unit of some parameters outside the blocks."""
+    names = tuple(held.parameter.name.removesuffix(".weight") for held in parameters)
+    return Unit(names, sum(math.prod(held.local_shape) for held in parameters))
 
 
 def global_tensors(held: Held) -> Mapping[str, tuple[int, ...]]:

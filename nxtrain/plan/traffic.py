@@ -12,6 +12,7 @@ from typing import Literal
 from nxtrain.plan.activations import boundary_bytes
 from nxtrain.plan.job import SIZES, Job
 from nxtrain.plan.moments import reduced_bytes
+from nxtrain.plan.shapes import rest_entries
 
 Link = Literal["none", "device", "network"]
 
@@ -145,18 +146,25 @@ def sync_bytes(job: Job, stage: int) -> tuple[float, float]:
 
 
 def gather_bytes(job: Job, stage: int) -> float:
-    """Bytes that a rank sends in every micro-batch under full sharding: gathered parameters, scattered gradients."""
+    """Bytes that a rank sends in every micro-batch under full sharding: gathered parameters, scattered gradients.
+
+    Blocks are gathered for each pass, unless they stay whole between the passes; other parameters once.
+    """
     if not job.is_fully_sharded:
         return 0.0
     parallel, reduce = job.config.parallel, SIZES[job.config.precision.reduce]
     trained, frozen = job.trained(stage, 1), job.frozen(stage)
     gathers = 1 if parallel.shard == "grad_op" else 2
     share = (job.shard_size - 1) / job.shard_size
+    outer = frozen.rest
+    if job.adapters is None:
+        outer = rest_entries(job.stages[stage], parallel.tp, 1).local * job.params_size
     base = sum(job.stages[stage].blocks) * frozen.block + frozen.rest
     holders = job.shard_size // parallel.ep
     experts = (holders - 1) / holders * trained.experts
     sent = share * (trained.local - trained.experts) + experts
-    return share * gathers * base + sent * (gathers * job.params_size + reduce)
+    gathered = gathers * (share * base + sent * job.params_size) - (gathers - 1) * share * outer
+    return gathered + sent * reduce
 
 
 def pp_bytes(job: Job) -> float:

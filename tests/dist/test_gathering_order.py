@@ -42,13 +42,20 @@ def expected(
     """Events of a step with so many units gathered ahead of their use."""
     units = [range(first, first + blocks) for first in range(0, BLOCKS, blocks)]
     last = len(units) - 1
-    actual, gathered = ["gather rest"], -1
+    names = [*(str(unit[0]) for unit in units), "head"]
+    actual = ["gather rest", "gather embedding", *(f"gather {name}" for name in names[:forward_ahead])]
+    gathered = min(forward_ahead, len(names)) - 1
     for index, unit in enumerate(units):
-        wanted = min(index + forward_ahead, last)
-        actual += [f"gather {units[other][0]}" for other in range(gathered + 1, wanted + 1)]
+        wanted = min(index + forward_ahead, last + 1)
+        actual += [f"gather {names[other]}" for other in range(gathered + 1, wanted + 1)]
         actual += [f"forward {block}" for block in unit]
         gathered = max(gathered, wanted)
+    actual += [f"gather {name}" for name in names[gathered + 1 :]]
     gathered = last + 1
+    if kind != "none" and again:
+        gathered = max(0, last + 1 - backward_ahead)
+        actual += [f"gather {names[other]}" for other in range(last, gathered - 1, -1)]
+    actual.append("reduce head")
     for index, unit in reversed([*enumerate(units)]):
         ahead = max(0, index - backward_ahead)
         steps = {"before": (ahead, ahead), "after": (index, ahead), "none": (index, index)}[kind]
@@ -58,7 +65,7 @@ def expected(
                 actual += [f"gather {units[other][0]}" for other in range(gathered - 1, wanted - 1, -1)]
                 gathered = min(gathered, wanted)
             actual += events
-    return [*actual, "reduce rest"]
+    return [*actual, "reduce rest", "reduce embedding"]
 
 
 def sharded(shard: str, dp: int, micro: int = 0, **parallel: Any) -> Resolved:

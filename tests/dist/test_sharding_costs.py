@@ -18,7 +18,9 @@ from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.distributed.collectives import Pending
 from nxtrain.common.mesh import Axis
 from nxtrain.config.check import Resolved
+from nxtrain.plan.traffic import gather_bytes
 from nxtrain.train.step import TrainState, train_step
+from tests.support.memory import job_of
 from tests.support.models import changed, weights_of
 from tests.support.parity import batches, layout, local_batch, start
 from tests.support.ranks import RankPool
@@ -80,11 +82,19 @@ class _Counting(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            self.calls[func._schema.name.removeprefix("c10d::").strip("_")] += 1
+            name = func._schema.name.removeprefix("c10d::").strip("_")
+            self.calls[name] += 1
+            if name in WHOLE:
+                self.bytes[name] += args[WHOLE[name]].nbytes
         return func(*args, **(kwargs or {}))
+
+
+WHOLE = {"allgather_base": 0, "reduce_scatter_base": 1}
+"""Argument of a collective that has the entries of all ranks."""
 
 
 def collectives_of_a_step(backend: CpuBackend, resolved: Resolved, weights: Mapping[str, Tensor]) -> dict[str, int]:
@@ -97,8 +107,8 @@ def collectives_of_a_step(backend: CpuBackend, resolved: Resolved, weights: Mapp
     return dict(counting.calls)
 
 
-UNITS = LAYERS + 1
-"""Units that are gathered together: each block, and the parameters outside the blocks."""
+UNITS = LAYERS + 3
+"""Units that are gathered together: each block, the embedding, the output projection, and the last norm."""
 SCALARS = 1
 """All-reduces of every step: the loss with the number of tokens."""
 
@@ -128,6 +138,32 @@ def test_collectives_of_a_step_are_what_each_cut_needs(ranks: RankPool, shard: s
     resolved = layout("gqa2", tp=1, dp=2, micro=micro, shard=shard)
     for actual in ranks.run(2, collectives_of_a_step, resolved, weights_of(resolved)):
         assert actual == expected(2 // micro)
+
+
+def bytes_of_a_step(backend: CpuBackend, resolved: Resolved, weights: Mapping[str, Tensor]) -> int:
+    """Bytes of gathers and scatters, with the entries of all ranks."""
+    backend.choose_transport("gloo")
+    state = start(backend, resolved, weights)
+    for batch in batches(resolved, 2):
+        local = local_batch(state, batch, resolved.config.train.micro_batch)
+        with _Counting() as counting:
+            train_step(state, local, 1e-3)
+    return sum(counting.bytes.values())
+
+
+@pytest.mark.parametrize("params", ["fp32", "bf16"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shard", ["grad_op", "full"])
+def test_gathered_and_scattered_bytes_are_those_of_the_plan(
+    ranks: RankPool, shard: str, tied: bool, params: str
+) -> None:
+    config = {"vocab_size": 512, "tie_word_embeddings": tied}
+    resolved = layout("gqa2", tp=1, dp=2, micro=1, params=params, shard=shard, config=config)
+    job = job_of(resolved)
+    share = (job.shard_size - 1) / job.shard_size
+    expected = job.num_micro * gather_bytes(job, 0) / share
+    for actual in ranks.run(2, bytes_of_a_step, resolved, weights_of(resolved)):
+        assert actual == pytest.approx(expected, rel=0.01)  # rows that ranks cannot share evenly are padded
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -18,13 +18,17 @@ from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.family import CausalLM
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import FULLY_SHARDED
+from nxtrain.parallel.fully_sharded import embedding_and_head
 from nxtrain.plan.job import Job
 from nxtrain.tools.trace.fake_rank import fake_backend, zero_batch
 from nxtrain.train.build import build_mesh, build_model, build_state
 from nxtrain.train.step import train_step
 
-REST = "rest"
-"""Name of the unit of embedding, last norm and output projection; other units are named by their first block."""
+EMBEDDING, HEAD, REST = "embedding", "head", "rest"
+"""Names of the units outside the blocks; other units are named by their first block.
+
+The rest is the last norm, and a matrix that is both embedding and output projection.
+"""
 
 
 class _Recorded:
@@ -64,6 +68,9 @@ def record_events(model: nn.Module) -> list[str]:
     """List to which later steps of a fully sharded `CausalLM` append `gather`, `forward`, `backward` and `reduce`."""
     events: list[str] = []
     _record(model, REST, events)
+    for end, unit in zip(embedding_and_head(model), (EMBEDDING, HEAD), strict=True):
+        if end is not None:
+            _record(end, unit, events)
     units: dict[int, nn.Module] = {}
     lm: CausalLM = model  # type: ignore[assignment]
     for index, block in enumerate(lm.blocks):

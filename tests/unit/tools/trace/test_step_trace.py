@@ -35,7 +35,7 @@ def test_recomputation_and_documents_change_no_event_and_json_has_all() -> None:
         layout = ["parallel.shard=full", "parallel.dp=2", "train.micro_batch=4"]
         results.append(json.loads(output_of("inspect", TINY, *layout, change, "--trace", "--json"))["events"])
     assert results[0] == results[1] == results[2]
-    assert results[0][:2] == ["gather rest", "gather 0"]
+    assert results[0][:3] == ["gather rest", "gather embedding", "gather 0"]
 
 
 @pytest.mark.parametrize(
