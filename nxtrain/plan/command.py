@@ -190,19 +190,30 @@ def _family_with(preset: str) -> str:
 
 
 def _on(machine: Machine, config: RunConfig) -> RunConfig:
-    """The configuration with a backend that the machine can have; `cpu` stays, for plans of runs on a CPU."""
+    """The configuration with a backend that the machine can have; `cpu` stays, for plans of runs on a CPU.
+
+    PyTorch/XLA compiles anyway, so that a recipe for GPUs needs no `compile.torch_compile` there.
+    """
     name = config.backend.name
     trainium = machine.kind.startswith("trn")
     is_for_trainium = name in ON_XLA or name == "neuron-native"
     if name in ("auto", "cpu") or trainium == is_for_trainium:
         return config
-    backend = config.backend.model_copy(update={"name": "auto", "layers": "auto", "attention": "auto"})
-    return config.model_copy(update={"backend": backend})
+    changed: dict[str, object] = {}
+    changed["backend"] = config.backend.model_copy(update={"name": "auto", "layers": "auto", "attention": "auto"})
+    if trainium:
+        changed["compile"] = config.compile.model_copy(update={"torch_compile": False})
+    return config.model_copy(update=changed)
 
 
 def _by(method: str, config: RunConfig) -> RunConfig:
-    """The configuration with another trained share of the model."""
-    return config.model_copy(update={"finetune": config.finetune.model_copy(update={"method": method})})
+    """The configuration with another trained share of the model; matrices in NF4 are restored eagerly."""
+    if method == config.finetune.method:
+        return config
+    changed: dict[str, object] = {"finetune": config.finetune.model_copy(update={"method": method})}
+    if method == "qlora":
+        changed["compile"] = config.compile.model_copy(update={"torch_compile": False})
+    return config.model_copy(update=changed)
 
 
 def _unknown(option: str, name: str, known: list[str]) -> ConfigError:
