@@ -22,7 +22,8 @@ from nxtrain.metrics.status import KINDS_S, SECTIONS_S
 from nxtrain.train.step import train_step
 from tests.support.adamw import STEPS as NUM_UPDATES
 from tests.support.adamw import ours, torchs
-from tests.support.models import BASE, SHAPES, hf_model, our_model, plan, tokens, weights_of
+from tests.support.lora import adapters_of
+from tests.support.models import BASE, SHAPES, changed, hf_model, our_model, plan, tokens, weights_of
 from tests.support.parity import LR, Course, batches, check_course, layout, local_batch, reference, run_ours, start
 from tests.support.ranks import RankPool
 from tests.support.recovery import tensors
@@ -77,10 +78,26 @@ def test_fused_adamw_equals_torch_on_the_cpu(backend: Backend) -> None:
         torch.testing.assert_close(parameters[name].detach().cpu(), parameter.detach(), rtol=2e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("update", ["fp32", "fp32_master", "bf16_stochastic", "bf16_kahan"])
-def test_a_step_never_makes_the_host_wait(backend: Backend, update: str) -> None:
-    resolved = layout("gqa2", tp=1, micro=2, params="fp32" if update == "fp32" else "bf16", update=update)
-    state = start(backend, resolved, weights_of(resolved))
+@pytest.mark.parametrize(
+    ("update", "method"),
+    [
+        ("fp32", "full"),
+        ("fp32_master", "full"),
+        ("bf16_stochastic", "full"),
+        ("bf16_kahan", "full"),
+        ("fp32_master", "lora"),
+        ("fp32_master", "qlora"),
+    ],
+)
+def test_a_step_never_makes_the_host_wait(backend: Backend, update: str, method: str) -> None:
+    params = "fp32" if update == "fp32" else "bf16"
+    shape = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}  # whole blocks of NF4
+    resolved = layout("gqa2", tp=1, micro=2, params=params, update=update, config=shape)
+    weights = weights_of(resolved)
+    if method != "full":
+        resolved = changed(resolved, finetune={"method": method, "r": 4})
+        weights = {**weights, **adapters_of(resolved, weights)}
+    state = start(backend, resolved, weights)
     (batch,) = (local_batch(state, batch, micro_batch=2) for batch in batches(resolved, 1))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
