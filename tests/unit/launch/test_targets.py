@@ -55,7 +55,7 @@ TEXTS = st.text(
 WORDS = """$(touch~owned) `touch~owned` $(HOME) $$(HOME) $HOME ';touch~owned;' " a|#SBATCH~--nodes=9 y n on null ~ 1e3
 0o7 0x1F 1_0 .inf 2026-01-01 = << a:~b -~a {{x}} '''|import~os {nodes} x|---|kind:~Pod --wrap=touch~owned"""
 NASTY = st.one_of(TEXTS, st.sampled_from([word.replace("~", " ").replace("|", "\n") for word in WORDS.split()]))
-NAMES = NASTY.filter(lambda text: text.strip(" .") != "" and not re.search(r"[/\x00-\x1f\x7f-\x9f\u2028\u2029]", text))
+NAMES = NASTY.filter(lambda text: not re.search(r"^[\s.]*$|[/\x00-\x1f\x7f-\x9f\u2028\u2029]", text))
 """Texts that may be names of runs."""
 
 
