@@ -24,11 +24,11 @@ from nxtrain.tools.trace.fake_rank import fake_backend, zero_batch
 from nxtrain.train.build import build_mesh, build_model, build_state
 from nxtrain.train.step import train_step
 
-EMBEDDING, HEAD, REST = "embedding", "head", "rest"
-"""Names of the units outside the blocks; other units are named by their first block.
+OUTER = ("embedding", "head")
+"""Names of the units of embedding and output projection; units of blocks are named by their first block."""
 
-The rest is the last norm, and a matrix that is both embedding and output projection.
-"""
+REST = "rest"
+"""Name of the unit of the last norm, and of a matrix that is both embedding and output projection."""
 
 
 class _Recorded:
@@ -68,7 +68,7 @@ def record_events(model: nn.Module) -> list[str]:
     """List to which later steps of a fully sharded `CausalLM` append `gather`, `forward`, `backward` and `reduce`."""
     events: list[str] = []
     _record(model, REST, events)
-    for end, unit in zip(embedding_and_head(model), (EMBEDDING, HEAD), strict=True):
+    for end, unit in zip(embedding_and_head(model), OUTER, strict=True):
         if end is not None:
             _record(end, unit, events)
     units: dict[int, nn.Module] = {}
