@@ -243,6 +243,30 @@ RUNS: dict[str, Tables] = {
 }
 """Changes of a run of two micro-batches on a rank, each of four sequences of 256 tokens."""
 
+COMBINED = (
+    "wide feed-forward",
+    "one K/V head",
+    "a large vocabulary",
+    "more tp than K/V heads",
+    "full, three ahead",
+    "full, a large vocabulary",
+    "ring, tp and zero1",
+    "gather, documents",
+    "gather, full, full remat",
+    "muon, zero1",
+    "zero bubble, full remat",
+    "lora of last layers",
+    "lora of a last layer, one block",
+    "experts, full remat",
+    "wide experts",
+    "experts, sequence parallel",
+    "divided experts, zero1",
+    "divided experts, full, units",
+    "divided experts, muon, zero1",
+    "sinks, divided experts, zero1",
+    "qlora, tp",
+)
+"""Runs that combine what others have one by one; measured with `--slow`."""
 
 OTHER_VALUES: dict[tuple[str, str], Any] = {
     ("parallel", "shard"): "none",
@@ -294,9 +318,11 @@ def memory_of_rank(backend: C10dBackend, resolved: Resolved) -> Traced:
 
 
 @pytest.fixture(scope="module")
-def measured(ranks: RankPool) -> dict[str, Measured]:
+def measured(ranks: RankPool, request: pytest.FixtureRequest) -> dict[str, Measured]:
     results = {}
     for name, tables in RUNS.items():
+        if name in COMBINED and not request.config.getoption("--slow"):
+            continue
         resolved = resolved_of(tables)
         parallel = resolved.config.parallel
         world = parallel.ranks_per_replica * parallel.dp
@@ -305,7 +331,9 @@ def measured(ranks: RankPool) -> dict[str, Measured]:
     return results
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in COMBINED else ()) for name in RUNS]
+)
 def test_state_is_exact_and_the_peak_within_a_tenth(measured: dict[str, Measured], name: str) -> None:
     assert measured[name].errors() == []
 

@@ -23,7 +23,7 @@ from nxtrain.train.step import train_step
 from tests.support.adamw import rounding_to_nearest
 
 VOCAB, BATCH, SEQ_LEN = 32, 8, 64
-STEPS, LAST = 500, 50
+STEPS, LAST = 300, 50
 SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 64,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nxtrain.backends.base import Backend
 from nxtrain.config.check import Resolved
-from tests.support.drawn import SEED
+from tests.support.drawn import SEED, one_in
 from tests.support.drawn_runs import error_of, failures
 from tests.support.graph_mutants import traced
 from tests.support.labelled import DrawnLabelled, draw_labelled, labelled_on_rank, wanted_of_labelled
@@ -42,7 +42,7 @@ def pair_courses(backend: Backend, cases: Sequence[tuple[DrawnPairs, dict[str, T
     return courses
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", one_in(2, [2, 1]))
 def test_drawn_runs_on_pairs_on_devices_equal_one_process(world: int, tmp_path: Path) -> None:
     """All runs of one number of devices share a process, which takes long to start."""
     runs = [draw_pairs("xla-pairs", SEED, index, degrees, xla=True) for index, degrees in enumerate(LAYOUTS[world])]

@@ -147,7 +147,7 @@ def _hold(resolved: Resolved, job: Job, stage: int, attention: Attention) -> Non
 
 def test_a_trace_of_one_rank_of_a_large_world_is_beside_the_prediction() -> None:
     """4,096 ranks, of which one is built; its state has no storage here."""
-    result = answer(SEVEN, "model.config.num_hidden_layers=4", "--trace")
+    result = answer(SEVEN, "model.config.num_hidden_layers=2", "model.config.vocab_size=4000", "--trace")
     assert result["trace"].keys() == {"params", "frozen", "optimizer", "step", "total"}
     for kind in ("params", "optimizer"):
         assert result["trace"][kind]["predicted"] == result["trace"][kind]["traced"] == result["bytes"][kind]
