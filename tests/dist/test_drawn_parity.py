@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import get_args
 from unittest.mock import patch
@@ -12,7 +13,7 @@ from nxtrain.backends.base import Backend
 from nxtrain.common.batch_sizes import BatchSizes, SeqLengths
 from nxtrain.config.schema import FULLY_SHARDED, OffloadKind
 from nxtrain.parallel.fully_sharded import Backward
-from tests.support.drawn import SEED, Drawn, draw, one_in
+from tests.support.drawn import OWN_SEED, SEED, Drawn, draw, one_in
 from tests.support.drawn_ramps import sizes
 from tests.support.drawn_runs import (
     across_a_checkpoint,
@@ -79,9 +80,13 @@ def test_a_stage_that_ends_late_is_seen(
     ranks: RankPool, tmp_path: Path, kind: type[BatchSizes] | type[SeqLengths]
 ) -> None:
     draws = (draw("ramps", SEED, index) for index in range(100))
-    run = next(run for run in draws if grows_in_both_ways(run))
-    ranks.run(1, late, run, written(run, tmp_path), kind)
-    assert not error_of_command(run, tmp_path).is_parity
+    errors = []
+    for number, run in enumerate(islice(filter(grows_in_both_ways, draws), 3)):  # a short ramp may have no such step
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        ranks.run(1, late, run, written(run, folder), kind)
+        errors.append(error_of_command(run, folder))
+    assert not all(error.is_parity for error in errors), errors
 
 
 def grows_in_both_ways(run: Drawn) -> bool:
@@ -102,7 +107,7 @@ def test_the_layouts_hold_every_two_values_that_can_meet() -> None:
 
 def test_the_draws_hold_every_kind_of_batch() -> None:
     """The limits of a batch leave no kind out, and the parts of a family meet the layouts that divide them."""
-    runs = [draw("gloo", SEED, index, layout) for index, layout in enumerate(LAYOUTS)]
+    runs = [draw("gloo", OWN_SEED, index, layout) for index, layout in enumerate(covering_array(OWN_SEED, 64))]
     batches = [run.resolved.config.train for run in runs]
     per_rank = [
         batch.global_batch // run.degrees.dp // batch.micro_batch for run, batch in zip(runs, batches, strict=True)
@@ -140,7 +145,7 @@ def test_the_draws_hold_every_kind_of_batch() -> None:
 
 
 def test_the_draws_hold_every_kind_of_unit_prefetch_and_offload() -> None:
-    drawn = [draw("gloo", SEED, index, layout) for index, layout in enumerate(LAYOUTS)]
+    drawn = [draw("gloo", OWN_SEED, index, layout) for index, layout in enumerate(covering_array(OWN_SEED, 64))]
     sections = [run.resolved.config.parallel for run in drawn]
     sharded = [parallel for parallel in sections if parallel.shard in FULLY_SHARDED]
     kinds = {

@@ -5,7 +5,7 @@ The reference computes every answer alone, in float64, and the objective by its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from nxtrain.data.loader import swap_answers
 from nxtrain.train.device_batch import DeviceBatch
 from nxtrain.train.step import TrainState, train_step
 from nxtrain.train.trainer import on_device
+from tests.support.drawn_runs import norm_error
 from tests.support.layouts import ONE, Degrees
 from tests.support.pairs import (
     Answered,
@@ -164,11 +165,33 @@ def kto_at(config: FinetuneConfig, ratios: Tensor, rows: list[JudgedRow], diverg
     return torch.where(labels, desirable, undesirable).mean()
 
 
-def wanted_of_labelled(drawn: DrawnLabelled) -> Course:
-    """The course of transformers, or of PEFT with the base as reference."""
+def wanted_of_labelled(drawn: DrawnLabelled, weights: Mapping[str, Tensor] | None = None) -> Course:
+    """The course of transformers, or of PEFT with the base as reference; None: from the weights of the draw."""
     data = list(zip(drawn.judged(), given_of(drawn), strict=True))
     seq_len = drawn.resolved.config.train.seq_len
-    return course_of_answers(drawn, lambda model, step: kto_of(drawn.objective, model, *data[step], seq_len))
+    return course_of_answers(drawn, lambda model, step: kto_of(drawn.objective, model, *data[step], seq_len), weights)
+
+
+def rounding_of_norms(drawn: DrawnLabelled, want: Course) -> float:
+    """Largest change of a norm of the reference, if every weight changes by half an ulp of float32.
+
+    Gradients of desirable and of undesirable answers may cancel.
+    """
+    weights = drawn.weights()
+    most = 0.0
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        rounded = {name: rounded_at_random(weight, generator) for name, weight in weights.items()}
+        norms = wanted_of_labelled(drawn, rounded).norms
+        most = max(most, *map(norm_error, norms, want.norms))
+    return most
+
+
+def rounded_at_random(weight: Tensor, generator: torch.Generator) -> Tensor:
+    """Entries in float64 that differ by up to half an ulp of float32."""
+    half_ulp = torch.finfo(torch.float32).eps / 2
+    signs = 2 * torch.rand(weight.shape, generator=generator, dtype=torch.float64) - 1
+    return weight.double() * (1 + half_ulp * signs)
 
 
 def share_of_labelled(state: TrainState, drawn: DrawnLabelled, rows: Rows, given: Given) -> DeviceBatch:

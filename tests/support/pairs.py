@@ -5,7 +5,7 @@ The reference computes every answer alone, in float64, and the objectives by the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -182,9 +182,11 @@ def wanted_of_pairs(drawn: DrawnPairs) -> Course:
     return course_of_answers(drawn, lambda model, step: objective_of(drawn.objective, model, *data[step]))
 
 
-def course_of_answers(drawn: DrawnPairs, loss_of: Callable[[nn.Module, int], Tensor]) -> Course:
-    """The course of transformers or PEFT by a loss of the model and the step."""
-    weights = drawn.weights()
+def course_of_answers(
+    drawn: DrawnPairs, loss_of: Callable[[nn.Module, int], Tensor], weights: Mapping[str, Tensor] | None = None
+) -> Course:
+    """The course of transformers or PEFT by a loss of the model and the step; None: from the weights of the draw."""
+    weights = drawn.weights() if weights is None else weights
     if drawn.objective.method == "qlora":
         weights = restored(weights)
 

@@ -33,8 +33,9 @@ class _Pickler(ForkingPickler):
         """Function and arguments that make the object again; tensors alone have others than usual."""
         if type(x) is not Tensor or x.device.type != "cpu" or x.layout is not torch.strided or not x.is_leaf:
             return NotImplemented
-        elements = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-        bytes_ = bytearray(elements.view(torch.uint8).numpy())
+        elements = x.detach().resolve_conj().resolve_neg().contiguous()
+        flat = elements.as_strided((elements.numel(),), (1,))  # `view` keeps any stride of a single element
+        bytes_ = bytearray(flat.view(torch.uint8).numpy())
         return _tensor, (bytes_, x.dtype, x.shape, x.requires_grad)
 
 
