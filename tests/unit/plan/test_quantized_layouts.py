@@ -86,7 +86,10 @@ def test_a_search_and_a_plan_give_the_arithmetic() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (("compile.torch_compile=true", "--method", "qlora"), "restores NF4 eagerly on cuda and cpu, not with compile"),
+        (
+            ("compile.torch_compile=true", "finetune.method=qlora"),
+            "restores NF4 eagerly on cuda and cpu, not with compile",
+        ),
         (("backend.layers=nxd", "--method", "lora"), "which backend.layers=nxd replaces"),
         (("precision.accumulate=fp32", "precision.reduce=bf16"), "both have one type"),
         (("precision.params=fp16", "--instance", "trn1.32xl"), "fp16 runs on the backends cpu and cuda, not on neuron"),
