@@ -55,8 +55,9 @@ def test_a_rank_that_is_killed_stopped_and_hangs_loses_nothing(runs: Runs, tmp_p
     codes = [start.code for start in history.starts]
     assert codes == [128 + signal.SIGKILL, StoppedBySignal.exit_code, HangError.exit_code, 0]
     first, stopped, last = history.resumed
-    assert (first, last) == (3, 9)
-    assert stopped in {8, 9}, "the rank may begin one more step before its watchdog learns of the signal"
+    assert first == 3
+    assert stopped in {8, 9, 10}, "the rank may begin further steps before its watchdog learns of the signal"
+    assert last == max(9, stopped)
     said = history.starts[2].said[0]
     message = f"rank 0 did not get on within recovery.hang_timeout_s={PATIENCE_S:g} seconds: step 11 (training) for "
     assert message in said
