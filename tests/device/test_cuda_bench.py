@@ -51,9 +51,7 @@ def test_steps_are_measured_by_the_device() -> None:
     assert all(0 < row["mfu"] < 1 for row in result["rows"] if row["name"] != PEAK)
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.mem_get_info()[1] < 75e9, reason="needs a GPU of 80 GB, as the recipe does"
-)
+@pytest.mark.usefixtures("has_80_gb")
 def test_all_candidates_of_the_documented_command_fit_one_after_the_other() -> None:
     result = command("train", "--preset", "llama3.2-1b", "--seq-len", "4096", "--steps", "2")
     assert {row["name"] for row in result["rows"]} >= {PEAK, "nxtrain", "nxtrain_compiled", "transformers"}

@@ -82,14 +82,14 @@ class _Counting(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
+        self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             name = func._schema.name.removeprefix("c10d::").strip("_")
             self.calls[name] += 1
             if name in WHOLE:
-                self.bytes[name] += args[WHOLE[name]].nbytes
+                self.bytes += args[WHOLE[name]].nbytes
         return func(*args, **(kwargs or {}))
 
 
@@ -97,14 +97,20 @@ WHOLE = {"allgather_base": 0, "reduce_scatter_base": 1}
 """Argument of a collective that has the entries of all ranks."""
 
 
-def collectives_of_a_step(backend: CpuBackend, resolved: Resolved, weights: Mapping[str, Tensor]) -> dict[str, int]:
+def counted_step(backend: CpuBackend, resolved: Resolved, weights: Mapping[str, Tensor]) -> tuple[dict[str, int], int]:
+    """Collectives of a step, and the bytes of gathers and scatters with the entries of all ranks."""
     backend.choose_transport("gloo")  # torch dispatches what goes through it
     state = start(backend, resolved, weights)
     for batch in batches(resolved, 2):  # the first makes the groups
         local = local_batch(state, batch, resolved.config.train.micro_batch)
         with _Counting() as counting:
             train_step(state, local, 1e-3)
-    return dict(counting.calls)
+    return dict(counting.calls), counting.bytes
+
+
+def collectives_of_a_step(backend: CpuBackend, resolved: Resolved, weights: Mapping[str, Tensor]) -> dict[str, int]:
+    calls, _ = counted_step(backend, resolved, weights)
+    return calls
 
 
 UNITS = LAYERS + 3
@@ -140,17 +146,6 @@ def test_collectives_of_a_step_are_what_each_cut_needs(ranks: RankPool, shard: s
         assert actual == expected(2 // micro)
 
 
-def bytes_of_a_step(backend: CpuBackend, resolved: Resolved, weights: Mapping[str, Tensor]) -> int:
-    """Bytes of gathers and scatters, with the entries of all ranks."""
-    backend.choose_transport("gloo")
-    state = start(backend, resolved, weights)
-    for batch in batches(resolved, 2):
-        local = local_batch(state, batch, resolved.config.train.micro_batch)
-        with _Counting() as counting:
-            train_step(state, local, 1e-3)
-    return sum(counting.bytes.values())
-
-
 @pytest.mark.parametrize("params", ["fp32", "bf16"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("shard", ["grad_op", "full"])
@@ -162,7 +157,7 @@ def test_gathered_and_scattered_bytes_are_those_of_the_plan(
     job = job_of(resolved)
     share = (job.shard_size - 1) / job.shard_size
     expected = job.num_micro * gather_bytes(job, 0) / share
-    for actual in ranks.run(2, bytes_of_a_step, resolved, weights_of(resolved)):
+    for _, actual in ranks.run(2, counted_step, resolved, weights_of(resolved)):
         assert actual == pytest.approx(expected, rel=0.01)  # rows that ranks cannot share evenly are padded
 
 

@@ -117,7 +117,7 @@ def error_of(courses: Sequence[Course], want: Course, drawn: Drawn) -> Error:
     for rank, course in enumerate(courses):
         mesh = build_mesh(drawn.resolved, len(courses), rank, len(courses))
         loss = max([loss, *(abs(a - b) for a, b in zip(course.losses, want.losses, strict=True))], key=_worse)
-        norm = max([norm, *map(norm_error, course.norms, want.norms)], key=_worse)
+        norm = max([norm, *(norm_error(a, b) for a, b in zip(course.norms, want.norms, strict=True))], key=_worse)
         weight = max(weight, max_weight_error(course, want, drawn.resolved, mesh), key=_worse)
     return Error(loss, norm, weight)
 
@@ -197,7 +197,7 @@ def error_of_command(drawn: Drawn, folder: Path) -> Error:
     actual = Course([record["loss"] for record in records], [record["grad_norm"] for record in records], {})
     want = wanted(unmasked(drawn))
     loss = max(abs(a - b) for a, b in zip(actual.losses, want.losses, strict=True))
-    norm = max(map(norm_error, actual.norms, want.norms))
+    norm = max(norm_error(a, b) for a, b in zip(actual.norms, want.norms, strict=True))
     return Error(loss, norm, 0.0)
 
 

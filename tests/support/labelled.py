@@ -183,7 +183,7 @@ def rounding_of_norms(drawn: DrawnLabelled, want: Course) -> float:
         generator = torch.Generator().manual_seed(seed)
         rounded = {name: rounded_at_random(weight, generator) for name, weight in weights.items()}
         norms = wanted_of_labelled(drawn, rounded).norms
-        most = max(most, *map(norm_error, norms, want.norms))
+        most = max(most, *(norm_error(a, b) for a, b in zip(norms, want.norms, strict=True)))
     return most
 
 
