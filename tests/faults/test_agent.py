@@ -87,7 +87,7 @@ class Launched:
         return int(json.loads(lines[-1])["step"]) if lines else 0
 
     def await_step(self, step: int) -> None:
-        until(lambda: self.step() >= step, 60.0, self.said)
+        until(lambda: self.step() >= step, 120.0, self.said)
 
     def has_resumed(self, times: int) -> bool:
         return self.said().count("continues after step") == times
@@ -152,7 +152,7 @@ def test_ranks_of_an_agent_that_was_killed_end_too(tmp_path: Path) -> None:
         ranks = run.ranks()
         assert sorted(ranks) == [0, 1]
         run.agent.kill()
-        until(lambda: not any(map(is_alive, ranks.values())), 5.0, run.said)
+        until(lambda: not any(map(is_alive, ranks.values())), 60.0, run.said)
     assert "the agent that started it is gone" in run.said()
 
 
@@ -183,7 +183,7 @@ def test_restarts_are_counted_anew_when_a_run_gets_further(tmp_path: Path) -> No
             time.sleep(1.2)  # the progress file is written once a second
             before = run.ranks()
             os.kill(before[1], signal.SIGKILL)
-            until(partial(run.has_resumed, starts), 40.0, run.said)
+            until(partial(run.has_resumed, starts), 120.0, run.said)
             assert not {*before.values()} & {*run.ranks().values()}
             time.sleep(1.0)  # so that it gets further than before
         os.kill(run.ranks()[1], signal.SIGTERM)

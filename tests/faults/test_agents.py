@@ -43,7 +43,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 PACE = "sleep@*:1:fwd:0.2"
-WITHIN_S = 60.0
+WITHIN_S = 120.0
 
 QUICKLY = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6"
 """Seconds for the last machines to join a rendezvous, by default 30, and until a silent machine is lost, else 15.

@@ -124,5 +124,5 @@ def test_stacks_are_to_be_had_on_request(started_by: ForkServerContext, tmp_path
     with Ranks(started_by, tmp_path) as ranks:
         ranks.await_steps(2)
         ranks.send(signal.SIGUSR2, *range(WORLD))
-        until(lambda: all("most recent call first" in said for said in ranks.said().values()), 5.0, ranks.said)
+        until(lambda: all("most recent call first" in said for said in ranks.said().values()), 60.0, ranks.said)
         assert all(process.is_alive() for process in ranks.processes)

@@ -37,7 +37,7 @@ def test_in_a_step(started_by: ForkServerContext, tmp_path: Path, golden: Golden
     configure(tmp_path)
     faults = [f"kill@{rank}:8:{point}" for point in ("fwd", "bwd", "reduce", "opt")]
     history = supervise(started_by, tmp_path, faults, most_restarts=4)
-    assert_recovered(history, golden, restarts=4, within_s=80.0)
+    assert_recovered(history, golden, restarts=4, within_s=200.0)
     assert len(history.fired) == 4
     for killed in history.starts[:-1]:
         assert killed.codes[rank] == -signal.SIGKILL
@@ -77,7 +77,7 @@ def test_in_the_midst_of_a_file(started_by: ForkServerContext, tmp_path: Path, g
     pace = [SLOWLY] if how == WRITES_ON else []
     faults = ["kill@0:6:ckpt_write:4096", "kill@1:9:ckpt_write:4096", *pace]
     history = supervise(started_by, tmp_path, faults, overrides=[how])
-    assert_recovered(history, golden, restarts=2, within_s=60.0)
+    assert_recovered(history, golden, restarts=2, within_s=200.0)
     assert history.resumed == [3, 6]
 
 
@@ -101,7 +101,7 @@ def test_between_the_parts_of_a_commit(
     configure(tmp_path)
     faults = [f"kill@0:6:{point}" for point in points] + ([SLOWLY] if how == WRITES_ON else [])
     history = supervise(started_by, tmp_path, faults, overrides=[how], most_restarts=len(points))
-    assert_recovered(history, golden, restarts=len(points), within_s=20.0 * (1 + len(points)))
+    assert_recovered(history, golden, restarts=len(points), within_s=50.0 * (1 + len(points)))
     assert history.resumed == expected
 
 
@@ -129,7 +129,7 @@ def test_while_a_checkpoint_is_under_way_and_others_are_left_out(
 def test_what_hangs(started_by: ForkServerContext, tmp_path: Path, golden: Golden) -> None:
     configure(tmp_path)
     history = supervise(started_by, tmp_path, ["hang@1:5:fwd", "gil@0:8:bwd", "hang@1:9:ckpt_write"])
-    assert_recovered(history, golden, restarts=3, within_s=80.0)
+    assert_recovered(history, golden, restarts=3, within_s=200.0)
     assert len(history.fired) == 3
     for hung in history.starts[:-1]:
         assert HangError.exit_code in hung.codes.values()

@@ -77,7 +77,7 @@ def test_a_signal_during_a_save_waits_for_it_and_for_that_of_the_last_step(
 ) -> None:
     write_config(tmp_path, steps=STEPS, every=7)
     with Ranks(started_by, tmp_path, SLOW, SLOW_SAVE.format(1.5)) as ranks:
-        until(lambda: is_saving(tmp_path), 20.0, ranks.said)
+        until(lambda: is_saving(tmp_path), 120.0, ranks.said)
         ranks.send(signal.SIGTERM, 0, 1)
         assert ranks.ended() == {0: STOPPED, 1: STOPPED}, ranks.said()
     # Training went on while step 7 was written, and stopped at a later step, which was saved after it.
@@ -95,7 +95,7 @@ def test_a_second_signal_ends_at_once_and_leaves_what_is_valid(
 ) -> None:
     write_config(tmp_path, steps=STEPS, every=7)
     with Ranks(started_by, tmp_path, SLOW, SLOW_SAVE.format(3)) as ranks:
-        until(lambda: is_saving(tmp_path), 20.0, ranks.said)
+        until(lambda: is_saving(tmp_path), 120.0, ranks.said)
         ranks.send(signal.SIGTERM, 0, 1)
         time.sleep(1.2)
         sent = time.monotonic()

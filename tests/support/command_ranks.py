@@ -77,7 +77,7 @@ class Ranks:
             with suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid or 0, number)
 
-    def ended(self, *ranks: int, within_s: float = 40.0) -> dict[int, int | None]:
+    def ended(self, *ranks: int, within_s: float = 120.0) -> dict[int, int | None]:
         """The exit codes of some ranks, or of all, once they have ended."""
         wanted = ranks or range(self.world)
         until(lambda: not any(self.processes[rank].is_alive() for rank in wanted), within_s, self.said)
@@ -89,7 +89,7 @@ class Ranks:
     def await_steps(self, number: int) -> None:
         """Wait until so many steps are in the record."""
         file = self.folder / "run" / METRICS_FILE
-        until(lambda: file.exists() and file.read_text().count("\n") >= number, 40.0, self.said)
+        until(lambda: file.exists() and file.read_text().count("\n") >= number, 120.0, self.said)
 
     def _log(self, rank: int) -> Path:
         return self.folder / f"{rank}.log"

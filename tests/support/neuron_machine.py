@@ -37,7 +37,6 @@ from nxtrain.tools.compile.entries import DONE, LOCK, NEFF, CacheKey
 from tests.support import ROOT, leave_metadata
 from tests.support.caches import COMPILER, compile_now
 from tests.support.forked_python import play
-from tests.support.xla_processes import FAST
 
 CACHE_FLAGS = {"--cache_dir", "--no_cache", "--retry_failed_compilation", "--log_level", "--dump", "--compile_workdir"}
 """Flags of the cache, which the hash of the flags leaves out."""
@@ -158,6 +157,8 @@ def assert_real(folder: Path, processes: int, *, may_lack: int = 0) -> None:
 
 def install(folder: Path, instance: str = INSTANCE) -> dict[str, str]:
     """Set the machine up in a folder, and return the variables of a shell on it."""
+    from tests.support.xla_processes import FAST  # with torch, which the emulated tools start without
+
     furnish(folder, instance)
     program = folder / "bin/neuron_parallel_compile"
     program.parent.mkdir()

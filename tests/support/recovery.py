@@ -150,7 +150,7 @@ def start(
     *,
     overrides: Sequence[str] = (),
     world: int = WORLD,
-    within_s: float = 60.0,
+    within_s: float = 120.0,
     meanwhile: Callable[[Ranks], object] = lambda ranks: None,
     first: Callable[[], object] | None = None,
 ) -> Start:
@@ -184,7 +184,7 @@ def supervise(
     *,
     overrides: Sequence[str] = (),
     most_restarts: int = 3,
-    within_s: float = 40.0,
+    within_s: float = 120.0,
     world: int = WORLD,
     first: Callable[[], object] | None = None,
 ) -> History:
@@ -202,7 +202,7 @@ def supervise(
     return history
 
 
-def assert_recovered(history: History, golden: Golden, *, restarts: int | None = 1, within_s: float = 40.0) -> None:
+def assert_recovered(history: History, golden: Golden, *, restarts: int | None = 1, within_s: float = 120.0) -> None:
     """The oracle: nothing is lost, and no one can tell from the run that something befell it."""
     said = history.said
     assert history.starts[-1].code == 0, said

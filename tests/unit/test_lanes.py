@@ -172,14 +172,14 @@ def test_an_interrupt_ends_everything(house: Path) -> None:
         text=True,
     )
     signal.signal(signal.SIGINT, before)
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + 120
     hanging: list[int] = []
     while len(hanging) < 2 and time.monotonic() < limit:
         time.sleep(0.05)
         hanging = [int(pid) for pid in (house / "hangs").read_text().split()] if (house / "hangs").exists() else []
     try:
         os.killpg(script.pid, signal.SIGINT)  # as a terminal does: what runs behind has a group of its own
-        said, _ = script.communicate(timeout=30)
+        said, _ = script.communicate(timeout=120)
         assert script.returncode == 130, said
         assert len(hanging) == 2
         assert [pid for pid in hanging if Path(f"/proc/{pid}").exists()] == []

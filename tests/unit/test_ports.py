@@ -35,4 +35,4 @@ def test_of_three_ports_one_is_taken_and_one_is_reserved_by_another_process(monk
             theirs = int(other.stdout.readline())
             ours = processes.free_port()
             assert {taken, theirs, ours} == {first, taken, taken + 1}
-            other.communicate(timeout=30)
+            other.communicate(timeout=60)

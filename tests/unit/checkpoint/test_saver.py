@@ -35,7 +35,7 @@ class HeldWrites:
         self.gate = threading.Semaphore(0)
 
         def write(*args: object) -> object:
-            assert self.gate.acquire(timeout=20)
+            assert self.gate.acquire(timeout=60)
             return write_state(*args)  # type: ignore[arg-type]
 
         monkeypatch.setattr(async_writer, "write_state", write)

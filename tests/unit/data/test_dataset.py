@@ -185,7 +185,7 @@ def test_too_small_a_split_says_so(folder_of_text: Path, open_alone: OpenAlone) 
 
 def open_on_ranks(config: DataConfig, workdir: Path, num_ranks: int) -> list[Data | BaseException]:
     """Open with rank 0 as leader; a rank that fails leaves the others waiting for at most 20 s."""
-    barrier = threading.Barrier(num_ranks, timeout=20)
+    barrier = threading.Barrier(num_ranks, timeout=60)
     outcomes: list[Data | BaseException] = [SystemExit()] * num_ranks
 
     def run(rank: int) -> None:

@@ -41,7 +41,7 @@ def is_worth_restart(code: int) -> bool:
 def bash(script: str, folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     env = {"PATH": f"{folder}:{os.environ['PATH']}", **environ}
     return subprocess.run(
-        ["bash", "-c", script, "nxtrain"], cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=20
+        ["bash", "-c", script, "nxtrain"], cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=60
     )
 
 

@@ -41,7 +41,7 @@ def test_dry_run_prints_a_script_of_environment_and_command() -> None:
 def test_what_dry_run_prints_sets_the_environment_in_a_shell() -> None:
     command = local_command(TINY, ON_TRN2, None, {})
     exports, _ = str(command).rsplit("\n", 1)
-    done = subprocess.run(["bash", "-ec", f"{exports}\nenv -0"], capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run(["bash", "-ec", f"{exports}\nenv -0"], capture_output=True, text=True, timeout=60, check=True)
     result = dict(line.split("=", 1) for line in done.stdout.split("\0") if "=" in line)
     assert result.items() >= command.env.items()
     assert len(command.env) > 10

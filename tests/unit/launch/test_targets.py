@@ -173,7 +173,7 @@ def test_what_parsers_read_differently_is_quoted(text: str) -> None:
 def in_bash(script: str, *argv: str, folder: Path, **environ: str) -> subprocess.CompletedProcess[bytes]:
     env = {"PATH": f"{folder}:{os.environ['PATH']}", **environ}
     return subprocess.run(
-        ["bash", "-c", script, *argv], capture_output=True, cwd=folder, env=env, check=False, timeout=20
+        ["bash", "-c", script, *argv], capture_output=True, cwd=folder, env=env, check=False, timeout=60
     )
 
 

@@ -17,7 +17,7 @@ def test_ranks_that_wait_for_each_other_in_each_step_stop_together(seed: int) ->
     world, total = 3, 60
     draw = random.Random(seed)
     gates = [StepGate() for _ in range(world)]
-    meeting = threading.Barrier(world, timeout=10)
+    meeting = threading.Barrier(world, timeout=60)
     stopped = [0] * world
     after = draw.randrange(total)
     reached = threading.Event()

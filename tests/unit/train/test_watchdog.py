@@ -92,7 +92,7 @@ def watch(
 
 
 def until(true: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 60
     while not true():
         assert time.monotonic() < limit
         time.sleep(0.005)
