@@ -34,7 +34,16 @@ class _AttentionBlock(nn.Module):
     def __init__(self, config: DecoderConfig, context: BuildContext, index: int) -> None:
         super().__init__()
         init, init_out = _inits(config, context)
-        heads = _heads(config, config.window_of(index))
+        heads = Heads(
+            config.num_attention_heads,
+            config.num_kv_heads,
+            config.head_size,
+            bias=config.qkv_bias,
+            norm_eps=config.rms_norm_eps if config.head_norms else None,
+            window=config.window_of(index),
+            out_bias=config.out_bias,
+            sinks=config.sinks,
+        )
         self.input_layernorm = _norm(config, context)
         self.self_attn = Attention(config.hidden_size, heads, init=init, init_out=init_out, context=context)
         self.post_attention_layernorm = _norm(config, context)
@@ -243,19 +252,6 @@ def _inits(config: DecoderConfig, context: BuildContext) -> tuple[Init, Init]:
     std = config.initializer_range
     depth = math.sqrt(2 * config.num_hidden_layers) if context.scaled_init else 1.0
     return Init("normal", std), Init("normal", std / depth)
-
-
-def _heads(config: DecoderConfig, window: int | None) -> Heads:
-    return Heads(
-        config.num_attention_heads,
-        config.num_kv_heads,
-        config.head_size,
-        bias=config.qkv_bias,
-        norm_eps=config.rms_norm_eps if config.head_norms else None,
-        window=window,
-        out_bias=config.out_bias,
-        sinks=config.sinks,
-    )
 
 
 def _norm(config: DecoderConfig, context: BuildContext) -> RMSNorm:

@@ -121,22 +121,19 @@ def choose_layers(
         return "native", ""
     if name == "auto" and needs_own:
         return "native", needs_own
-    supported = _distributed_support(backend, allow_unverified, assumed)
-    if name == "nxd":
-        if not supported.ok:
-            raise BackendError(f"backend.layers=nxd cannot run here: {supported.reason}; or use backend.layers=native")
-        return name, supported.reason
-    return "nxd" if supported.ok else "native", supported.reason
-
-
-def _distributed_support(backend: str, allow_unverified: bool, assumed: Package | None) -> Support:
     from nxtrain.backends.base import Support
     from nxtrain.backends.neuron.sdk import distributed_support
 
     # For tests, NeuronX Distributed's own switch allows a CPU.
     if backend == "neuron" or (backend == "cpu" and os.environ.get("NXD_CPU_MODE", "0") == "1"):
-        return distributed_support(allow_unverified=allow_unverified, assumed=assumed)
-    return Support(False, f"NeuronX Distributed runs on backend.name=neuron, not on {backend}")
+        supported = distributed_support(allow_unverified=allow_unverified, assumed=assumed)
+    else:
+        supported = Support(False, f"NeuronX Distributed runs on backend.name=neuron, not on {backend}")
+    if name == "nxd":
+        if not supported.ok:
+            raise BackendError(f"backend.layers=nxd cannot run here: {supported.reason}; or use backend.layers=native")
+        return name, supported.reason
+    return "nxd" if supported.ok else "native", supported.reason
 
 
 def open_backend(name: str, settings: BackendSettings | None = None, layers: str = "native") -> Backend:

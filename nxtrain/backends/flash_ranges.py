@@ -230,23 +230,16 @@ def _packed(starts: np.ndarray, queries: Pieces, keys: Pieces, window: int | Non
             (len(last), [(row, tile.start, tile.end) for row, tile in members]),
             (len(positions), [(row, tile.low, tile.high) for row, tile in members]),
         ):
-            indices = _in_all_rows(spans, length, len(starts), device)
+            # Among the positions of all rows; None: all in order.
+            places = np.concatenate([np.arange(row * length + start, row * length + end) for row, start, end in spans])
+            are_all = np.array_equal(places, np.arange(length * len(starts)))
+            indices = None if are_all else _uploaded(places, device)
             sizes = [end - start for _, start, end in spans]
             offsets = np.cumsum([0, *sizes], dtype=np.int32)
             sides.append((indices, _uploaded(offsets, device), max(sizes)))
         (own, own_offsets, most), (theirs, their_offsets, most_keys) = sides
         calls.append(Call(own, theirs, mask, (own_offsets, their_offsets), (most, most_keys)))
     return calls
-
-
-def _in_all_rows(
-    spans: Sequence[tuple[int, int, int]], length: int, num_rows: int, device: torch.device
-) -> Tensor | None:
-    """Indices of spans of rows, each from a start to an end, among those of all rows; None: all in order."""
-    indices = np.concatenate([np.arange(row * length + start, row * length + end) for row, start, end in spans])
-    if np.array_equal(indices, np.arange(length * num_rows)):
-        return None
-    return _uploaded(indices, device)
 
 
 def _uploaded(array: np.ndarray, device: torch.device) -> Tensor:

@@ -133,8 +133,20 @@ def nxtrain_to_nxd(src: Path | str, dst: Path, target: NxdTarget, *, rates: Opti
         writer.write_weights(out / MODEL_DIR)
         if rates is not None:
             writer.write_states(out / OPTIM_DIR, rates)
-            _save(_scheduler(meta.step, rates), out / SCHEDULER)
-        _save(_user_content(meta), out / USER_CONTENT)
+            # State of the LambdaLR that NxD's scripts use, whose functions are not saved.
+            scheduler = {
+                "base_lrs": [rates.optim.lr] * 2,
+                "last_epoch": meta.step,
+                "_step_count": meta.step + 1,
+                "_last_lr": [rates.lr] * 2,
+                "lr_lambdas": [None] * 2,
+            }
+            _save(scheduler, out / SCHEDULER)
+        # The position at which NxD's scripts resume, at the begin of the data, and nxtrain's metadata.
+        fields = {"samples", "tokens", "seed", "data_fingerprint", "config_fingerprint", "kinds"}
+        ours = meta.model_dump(mode="json", include=fields)
+        position = {"total_steps": meta.step, "global_step": meta.step, "epoch": 0, "batch_idx": 0}
+        _save({**position, "cli_args": {}, OURS: ours}, out / USER_CONTENT)
         write_durably(out / DONE, lambda file: file.write_text("1"))
     return tag
 
@@ -255,24 +267,6 @@ def _param_groups(groups: Sequence[tuple[float, Sequence[Param]]], rates: Optimi
         rows.append({**ours, **theirs, "weight_decay": decay, "params": ids})
         first += len(members)
     return rows
-
-
-def _scheduler(step: int, rates: OptimizerSettings) -> dict[str, Any]:
-    """State of the LambdaLR that NxD's scripts use, whose functions are not saved."""
-    return {
-        "base_lrs": [rates.optim.lr] * 2,
-        "last_epoch": step,
-        "_step_count": step + 1,
-        "_last_lr": [rates.lr] * 2,
-        "lr_lambdas": [None] * 2,
-    }
-
-
-def _user_content(meta: Meta) -> dict[str, Any]:
-    """User content: the position at which NxD's scripts resume, at the begin of the data, and nxtrain's metadata."""
-    fields = {"samples", "tokens", "seed", "data_fingerprint", "config_fingerprint", "kinds"}
-    ours = meta.model_dump(mode="json", include=fields)
-    return {"total_steps": meta.step, "global_step": meta.step, "epoch": 0, "batch_idx": 0, "cli_args": {}, OURS: ours}
 
 
 def _save(content: Mapping[Any, Any], file: Path) -> None:

@@ -104,7 +104,10 @@ class HubAddress:
             return True
         if file.startswith(f"{self.pattern}/"):
             return not _is_hidden(file)
-        return re.fullmatch(_regex(self.pattern), file) is not None
+        words = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+        parts = re.split(r"(\*\*/|\*\*|\*|\?)", self.pattern)
+        regex = "".join(words.get(part, re.escape(part)) for part in parts)
+        return re.fullmatch(regex, file) is not None
 
 
 @dataclass(frozen=True)
@@ -124,12 +127,6 @@ class HubFiles:
 
 def _is_hidden(file: str) -> bool:
     return "/." in f"/{file}"
-
-
-def _regex(pattern: str) -> str:
-    words = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern)
-    return "".join(words.get(part, re.escape(part)) for part in parts)
 
 
 def _refuse_splits(address: HubAddress, files: Iterable[str]) -> None:

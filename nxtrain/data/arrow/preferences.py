@@ -78,7 +78,9 @@ class AnswerWriter:
         talks = []
         for name, value in zip(PAIR, values[1:], strict=True):
             turns = _turns(name, value, "assistant")
-            if not _holds(turns, prompt):
+            begins = range(len(turns) - len(prompt) + 1)
+            repeats_prompt = any(turns[begin : begin + len(prompt)] == prompt for begin in begins)
+            if not repeats_prompt:
                 turns = [*prompt, *turns]
             talks.append(turns)
         chosen, rejected = talks
@@ -117,12 +119,6 @@ def _turns(name: str, value: object, role: str) -> list[Message]:
     except BadRowError as error:
         reason, detail = error.args
         raise BadRowError(reason, f'"{name}": {detail}') from None
-
-
-def _holds(turns: Sequence[Message], prompt: Sequence[Message]) -> bool:
-    """True if the turns of an answer repeat those of the prompt."""
-    begins = range(len(turns) - len(prompt) + 1)
-    return any(list(turns[begin : begin + len(prompt)]) == list(prompt) for begin in begins)
 
 
 def _shared_text(chosen: str, rejected: str) -> str:

@@ -137,9 +137,17 @@ def volumes(claim: str, size_gib: int, subnet: str) -> dict[str, str]:
     size = f"{size_gib}Gi"
     access_points = {"provisioningMode": "efs-ap", "fileSystemId": _FILE_SYSTEM, "directoryPerms": "700"}
     efs = _class("nxtrain-efs", "efs.csi.aws.com", access_points)
+    file_system = {
+        "subnetId": subnet,
+        "securityGroupIds": "sg-00000000000000000",
+        "deploymentType": DEPLOYMENT,
+        "perUnitStorageThroughput": str(THROUGHPUT_MB_S),
+        "fileSystemTypeVersion": "2.15",
+    }
+    fsx = {**_class("nxtrain-fsx", "fsx.csi.aws.com", file_system), "mountOptions": ["flock"]}
     return {
         "fsx-static.yaml": dump_yaml([_fsx_volume(size), _claim(claim, "", size, volume="nxtrain-fsx")], _FSX_STATIC),
-        "fsx-dynamic.yaml": dump_yaml([_fsx_class(subnet), _claim(claim, "nxtrain-fsx", size)], _FSX_DYNAMIC),
+        "fsx-dynamic.yaml": dump_yaml([fsx, _claim(claim, "nxtrain-fsx", size)], _FSX_DYNAMIC),
         "efs.yaml": dump_yaml([efs, _claim(claim, "nxtrain-efs", size)], _EFS),
     }
 
@@ -160,17 +168,6 @@ def _fsx_volume(size: str) -> Manifest:
         },
     }
     return {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": "nxtrain-fsx"}, "spec": spec}
-
-
-def _fsx_class(subnet: str) -> Manifest:
-    parameters = {
-        "subnetId": subnet,
-        "securityGroupIds": "sg-00000000000000000",
-        "deploymentType": DEPLOYMENT,
-        "perUnitStorageThroughput": str(THROUGHPUT_MB_S),
-        "fileSystemTypeVersion": "2.15",
-    }
-    return {**_class("nxtrain-fsx", "fsx.csi.aws.com", parameters), "mountOptions": ["flock"]}
 
 
 def _class(name: str, provisioner: str, parameters: Manifest) -> Manifest:
