@@ -75,7 +75,10 @@ def write_shards(folder: Path, rank: int, staged: Staged) -> dict[str, FileDiges
         low = high = 0  # range of `memory` with adjacent tensors that are not written yet
         for shard in shards:
             tensor = staged.tensors[shard]
-            start = _offset_in(memory, tensor)
+            offset = tensor.data_ptr() - memory.data_ptr()
+            is_within = 0 <= offset <= memory.nbytes - tensor.nbytes
+            is_staged = is_within and tensor.is_contiguous() and tensor.is_cpu
+            start = offset if is_staged else None
             if start != high:
                 writer.write(bytes_of(memory[low:high]), stays=True)
                 low = high = start or 0
@@ -85,15 +88,6 @@ def write_shards(folder: Path, rank: int, staged: Staged) -> dict[str, FileDiges
                 high += tensor.nbytes
         writer.write(bytes_of(memory[low:high]), stays=True)
         return {file_of(rank): writer.close()}
-
-
-def _offset_in(memory: Tensor, tensor: Tensor) -> int | None:
-    """Offset of a tensor in staged memory; None if the tensor is elsewhere or not contiguous."""
-    offset = tensor.data_ptr() - memory.data_ptr()
-    within = 0 <= offset <= memory.nbytes - tensor.nbytes
-    if within and tensor.is_contiguous() and tensor.is_cpu:
-        return offset
-    return None
 
 
 def fill_from_files(

@@ -100,8 +100,11 @@ def rank_variables(
             return [], []  # TorchNeuron gives each rank its core
         reason = "one rank uses one logical core, where the runtime would claim all of the machine"
         return [Variable("NEURON_RT_NUM_CORES", "1", reason, RUNTIME)], []
+    cores: list[int] = []
     try:
-        cores = _cores(shown)
+        for part in shown.split(","):
+            first, _, last = part.strip().partition("-")
+            cores += range(int(first), int(last or first) + 1)
     except ValueError:
         return [], [Problem(VISIBLE_CORES, f"{shown} is no list of cores such as 0-3,8", "environment", "unset it")]
     if len(cores) < local_world:
@@ -110,15 +113,6 @@ def rank_variables(
     reason = f"core of local rank {local_rank} among {shown}: a process that sees several takes them all"
     given = Variable(GIVEN_CORES, shown, "cores of all ranks, as the shell has them")
     return [given, Variable(VISIBLE_CORES, str(cores[local_rank]), reason, RUNTIME)], []
-
-
-def _cores(text: str) -> list[int]:
-    """Numbers of a list such as `0-3,8`."""
-    cores: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        cores += range(int(first), int(last or first) + 1)
-    return cores
 
 
 @dataclass(frozen=True)

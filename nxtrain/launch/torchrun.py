@@ -227,7 +227,10 @@ class Agent(LocalElasticAgent):
             result: RunResult = super()._invoke_run(*args, **kwargs)
         except (RendezvousError, DistError):
             # The agent with the store is gone, perhaps because its ranks have stopped, as these ranks are about to.
-            self._let_end()
+            limit = time.monotonic() + LAST_WORDS_S
+            while self._alive() and time.monotonic() < limit:
+                self._let_stop()  # up to the grace period
+                time.sleep(0.05)
             codes = self._codes()
             if not codes or any(code not in {0, STOPPED} for code in codes):
                 raise
@@ -334,13 +337,6 @@ class Agent(LocalElasticAgent):
             codes = self._codes()
             if not any(codes) or None not in codes or FINAL.intersection(codes):
                 return
-            time.sleep(0.05)
-
-    def _let_end(self) -> None:
-        """Wait `LAST_WORDS_S` for ranks that end by themselves, and up to the grace period for ranks that stop."""
-        limit = time.monotonic() + LAST_WORDS_S
-        while self._alive() and time.monotonic() < limit:
-            self._let_stop()
             time.sleep(0.05)
 
 

@@ -43,7 +43,11 @@ class RuleNumbers:
             of_betas = {}
         for name, beta in {**of_betas, "muon_momentum": optim.muon_momentum}.items():
             if name in of_betas or name in schedules:
-                self._tables[name] = put(_decays(schedules.get(name, Schedule.constant(beta))))
+                # In float64: a rounded beta near 1 has few digits of 1 - beta.
+                betas = _values(schedules.get(name, Schedule.constant(beta)))
+                logs = [math.log(max(value, SMALLEST_BETA)) for value in betas]
+                sums = [0.0, *accumulate(logs[1:])]  # no update has the value before the first
+                self._tables[name] = put(torch.tensor([betas, [1.0 - value for value in betas], logs, sums]))
 
     def weight_decay(self, step: Tensor, lr: Tensor) -> float | Tensor:
         """Weight decay, which an update multiplies by the learning rate.
@@ -77,14 +81,6 @@ class RuleNumbers:
         keep, add, log, log_sum = _row(table, step)
         after = (step - (table.shape[1] - 1.0)).clamp(min=0.0)
         return MeanDecay(keep, add, (log_sum + after * log).expm1().neg())
-
-
-def _decays(schedule: Schedule) -> Tensor:
-    """Table of a beta: its values, 1 minus the values, and their logarithms and sums of logarithms up to each."""
-    # In float64: a rounded beta near 1 has few digits of 1 - beta. No update has the value before the first.
-    betas = _values(schedule)
-    logs = [math.log(max(beta, SMALLEST_BETA)) for beta in betas]
-    return torch.tensor([betas, [1.0 - beta for beta in betas], logs, [0.0, *accumulate(logs[1:])]])
 
 
 def _values(schedule: Schedule) -> list[float]:

@@ -172,8 +172,14 @@ def _degrees_of(dimensions: Dimensions) -> str:
 
 def _degrees(dimensions: Dimensions, machine: Machine, nodes: int, config: RunConfig) -> Iterator[Job]:
     lazy = Job(dimensions, machine, nodes, config).is_lazy
+    seq_len, mixture = config.train.seq_len, dimensions.mixture
+    most_cp = max(1, seq_len // MIN_POSITIONS)  # leaves a rank a long part of a sequence
     for tp, pp, copies in _products(dimensions, machine, nodes):
-        for cp, ep in product(_context_degrees(copies, config), _expert_degrees(copies, dimensions)):
+        context_degrees = [cp for cp in divisors(copies) if cp <= most_cp and seq_len % cp == 0]
+        expert_degrees = [1]
+        if mixture is not None:
+            expert_degrees = divisors(math.gcd(copies, mixture.num_experts))
+        for cp, ep in product(context_degrees, expert_degrees):
             modes = ["none"]
             if copies > 1:
                 modes.append("zero1")
@@ -206,19 +212,6 @@ def _products(dimensions: Dimensions, machine: Machine, nodes: int) -> Iterator[
         for pp in divisors(world // tp):
             if pp <= min(MAX_PP, dimensions.num_layers):
                 yield tp, pp, world // (tp * pp)
-
-
-def _context_degrees(copies: int, config: RunConfig) -> list[int]:
-    """Context parallel degrees of a search: 1, and those that leave a rank a long part of a sequence."""
-    most = max(1, config.train.seq_len // MIN_POSITIONS)
-    return [cp for cp in divisors(copies) if cp <= most and config.train.seq_len % cp == 0]
-
-
-def _expert_degrees(copies: int, dimensions: Dimensions) -> list[int]:
-    """Expert parallel degrees of a search: those that divide the experts evenly; 1 without experts."""
-    if dimensions.mixture is None:
-        return [1]
-    return divisors(math.gcd(copies, dimensions.mixture.num_experts))
 
 
 def _details(job: Job) -> Iterator[Iterator[Job]]:

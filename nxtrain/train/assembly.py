@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import cast
@@ -196,13 +195,6 @@ def _step_file(context: RunContext, mirrored: Mirrored | None) -> RunObserver:
     return StepFile(context.config.run.dir / LOGS_DIR)
 
 
-def _flops_per_token(context: RunContext, begun: Meta) -> Callable[[int], int]:
-    """Operations of forward and backward for a token of each step, counted from 1."""
-    lengths, whole = lengths_after(context, begun), context.config.train.seq_len
-    of_length = cache(context.plan.dimensions.flops_per_token)
-    return lambda step: of_length(whole if lengths is None else lengths.at(step - 1))
-
-
 def _throughput_meter(context: RunContext, resumed: StepNumbers) -> ThroughputMeter:
     train = context.config.train
     tokens = resumed.meta.tokens
@@ -213,7 +205,14 @@ def _throughput_meter(context: RunContext, resumed: StepNumbers) -> ThroughputMe
     if resumed.result is not None:  # the record of the last update counts its tokens, and the time since the loss
         tokens -= train.batch_sizes(resumed.meta.step, tokens).at(resumed.meta.step - 1) * train.seq_len
         ago_s = now().since(context.began)
-    return ThroughputMeter(_flops_per_token(context, resumed.meta), peak or None, tokens=tokens, ago_s=ago_s)
+    lengths = lengths_after(context, resumed.meta)
+    flops_of_length = cache(context.plan.dimensions.flops_per_token)
+    return ThroughputMeter(
+        lambda step: flops_of_length(train.seq_len if lengths is None else lengths.at(step - 1)),
+        peak or None,
+        tokens=tokens,
+        ago_s=ago_s,
+    )
 
 
 def _work_meter(context: RunContext) -> tuple[WorkMeter, bool]:

@@ -47,6 +47,11 @@ def train_batches(context: RunContext, data: Data, meta: Meta, skips: Skips) -> 
     """Training batches that go on after a step."""
     config = context.config
     sizes = config.train.batch_sizes(meta.step, meta.tokens)
+    workers = None  # a thread of the rank tokenizes and packs
+    if config.data.workers:
+        # All replacements together take less time than the rank has before it counts as hung itself.
+        timeout_s = config.recovery.hang_timeout_s / (config.data.worker_restarts + 2)
+        workers = WorkerPolicy(config.data.workers, config.data.worker_restarts, timeout_s, context.backend.rank)
     order = BatchOrder(
         replace(_share(context), ramp=sizes, lengths=lengths_after(context, meta)),
         config.run.seed,
@@ -55,7 +60,7 @@ def train_batches(context: RunContext, data: Data, meta: Meta, skips: Skips) -> 
         origin=meta.samples - sizes.before(meta.step),
         cursor=meta.data_cursor,
         skips=skips,
-        workers=_workers(context),
+        workers=workers,
     )
     return data.source.batches(order)
 
@@ -65,16 +70,6 @@ def lengths_after(context: RunContext, meta: Meta) -> SeqLengths | None:
     train = context.config.train
     sizes = train.batch_sizes(meta.step, meta.tokens)
     return seq_lengths(train.seq_ramp, train.seq_len, sizes, step=meta.step, tokens=meta.tokens)
-
-
-def _workers(context: RunContext) -> WorkerPolicy | None:
-    """Policy of the processes that tokenize and pack; None: a thread of the rank does."""
-    data, recovery = context.config.data, context.config.recovery
-    if not data.workers:
-        return None
-    # All replacements together take less time than the rank has before it counts as hung itself.
-    timeout_s = recovery.hang_timeout_s / (data.worker_restarts + 2)
-    return WorkerPolicy(data.workers, data.worker_restarts, timeout_s, context.backend.rank)
 
 
 def validation_loader(context: RunContext, data: Data) -> Loader | None:

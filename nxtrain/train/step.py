@@ -176,7 +176,10 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     state.section("reduce")
     sums, loads = _take_sums(state)
     loss, num_tokens, *_ = sums.unbind()
-    per_token = _per_token(state, num_tokens)
+    # Factor that makes the gradient of the mean loss of what backward passes add up.
+    per_token = state.mesh.dp_cp.size / num_tokens
+    if state.loss_scale is not None:
+        per_token = per_token / state.loss_scale.per_position()
     grads = state.gradients.reduce()
     norm, loss = state.gradients.norm(grads) * per_token, loss / num_tokens
     skip = not_finite(loss, norm)
@@ -184,7 +187,11 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
         state.noise.add(grads, per_token, num_tokens, skip)
     state.history.note(loss, norm)  # after the last collective before the update, which a lost peer may end
     state.section("optimizer")
-    _update(state, grads, norm, per_token, lr, skip)
+    (rate,) = state.backend.scalars(lr)  # only here: an uploaded number joins the graph that is recorded next
+    state.optimizer.step(grads, rate, clip_factor(norm, state.clip) * per_token, skip)
+    state.data_parallel.publish()
+    if state.loss_scale is not None:
+        state.loss_scale.update(skip)
     return StepResult(loss, norm, num_tokens, *_other_numbers(state, sums), loads)
 
 
@@ -329,23 +336,6 @@ def answer_log_probs(state: TrainState, batch: DeviceBatch) -> list[Tensor]:
         note(state.lm.loss(inputs, targets, *documents), targets)
         state.backend.step_boundary()
     return log_probs
-
-
-def _per_token(state: TrainState, num_tokens: Tensor) -> Tensor:
-    """Factor that makes the gradient of the mean loss of what backward passes add up."""
-    per_token = state.mesh.dp_cp.size / num_tokens
-    return per_token if state.loss_scale is None else per_token / state.loss_scale.per_position()
-
-
-def _update(
-    state: TrainState, grads: Mapping[str, Tensor], norm: Tensor, per_token: Tensor, lr: float, skip: Tensor
-) -> None:
-    """Update the parameters by clipped gradients, and publish them."""
-    (rate,) = state.backend.scalars(lr)  # only here: an uploaded number joins the graph that is recorded next
-    state.optimizer.step(grads, rate, clip_factor(norm, state.clip) * per_token, skip)
-    state.data_parallel.publish()
-    if state.loss_scale is not None:
-        state.loss_scale.update(skip)
 
 
 @torch.no_grad()

@@ -62,9 +62,13 @@ class BlobStorage(BucketService):
         if not account:
             way_out = "set AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT and the right to use it"
             raise BackendError(f"{address}: its storage account is not named; {way_out}")
-        key = os.environ.get("AZURE_STORAGE_KEY") or os.environ.get("AZURE_STORAGE_SAS_TOKEN")
+        credential: Any = os.environ.get("AZURE_STORAGE_KEY") or os.environ.get("AZURE_STORAGE_SAS_TOKEN")
+        if not credential:
+            from azure.identity import DefaultAzureCredential
+
+            credential = DefaultAzureCredential()  # login or machine's identity of this process
         self._container = ContainerClient(
-            f"https://{account}.blob.core.windows.net", self.bucket, credential=key or _identity(), **sizes
+            f"https://{account}.blob.core.windows.net", self.bucket, credential=credential, **sizes
         )
 
     def cause(self, error: Any) -> Cause:
@@ -124,10 +128,3 @@ class BlobStorage(BucketService):
             for key, answer in zip(names, answers, strict=True):
                 if answer.status_code not in (_ACCEPTED, _ABSENT):
                     raise CheckpointError(f"az://{self.bucket}: cannot delete {key}: {answer.reason}")
-
-
-def _identity() -> Any:
-    """Login or machine's identity of this process."""
-    from azure.identity import DefaultAzureCredential
-
-    return DefaultAzureCredential()

@@ -95,14 +95,6 @@ def kind_of(chain: Sequence[str]) -> str:
     return ELEMENTWISE
 
 
-def add_up(events: Iterable[Event]) -> dict[str, dict[str, float]]:
-    """Seconds and operations of each kind, of events with the mark `STEP` among them."""
-    times_s: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for event in events:
-        times_s[kind_of(event.chain)].append(event.self_s)
-    return {kind: {"s": sum(seconds), "calls": len(seconds)} for kind, seconds in times_s.items()}
-
-
 def break_down(step: Callable[[], object], *, on_device: bool = False) -> dict[str, Any]:
     """Profile one step; `on_device` counts the device's time of each operation.
 
@@ -132,13 +124,16 @@ def break_down(step: Callable[[], object], *, on_device: bool = False) -> dict[s
 def _profiled(
     step: Callable[[], object], activities: Sequence[ProfilerActivity], *, on_device: bool
 ) -> tuple[float, dict[str, dict[str, float]]]:
-    """Seconds of a step by the clock, and its kinds by the profiler."""
+    """Seconds of a step by the clock, and seconds and operations of its kinds by the profiler."""
     with profile(activities=activities, acc_events=True) as profiled:
         began = time.perf_counter()
         with record_function(STEP):
             step()
         step_s = time.perf_counter() - began
-    return step_s, add_up(_read(profiled.events() or (), on_device=on_device))
+    times_s: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for event in _read(profiled.events() or (), on_device=on_device):
+        times_s[kind_of(event.chain)].append(event.self_s)
+    return step_s, {kind: {"s": sum(seconds), "calls": len(seconds)} for kind, seconds in times_s.items()}
 
 
 def _gap_s(profiled: tuple[float, dict[str, dict[str, float]]]) -> float:

@@ -88,9 +88,10 @@ class Followed:
         if speed is not None:
             yield f"{short(speed)} tokens/s"
         record = dict(self._record)
-        saved_step = self._saved_step()  # the save of a step follows its record
-        if saved_step is not None:
-            record["saved_step"] = saved_step
+        with suppress(OSError, ValueError):
+            newest = re.fullmatch(r"step-(\d{8,18})\s*", read_text(self._folder / CHECKPOINTS_DIR / LATEST_FILE))
+            if newest:
+                record["saved_step"] = int(newest[1])  # the save of a step follows its record
         yield from details(record)
         sums = Counter[str]()  # of several records: an evaluation in the newest does not limit the run
         for times_s in self._times:
@@ -102,14 +103,6 @@ class Followed:
         alarm = self._record.get("alarm")
         if isinstance(alarm, str):
             yield f"ALARM {alarm}"
-
-    def _saved_step(self) -> int | None:
-        """Step of the newest checkpoint, as the folder of the checkpoints names it; None if it names none."""
-        with suppress(OSError, ValueError):
-            name = re.fullmatch(r"step-(\d{8,18})\s*", read_text(self._folder / CHECKPOINTS_DIR / LATEST_FILE))
-            if name:
-                return int(name[1])
-        return None
 
     def _state(self, start: dict[str, Any]) -> str:
         """End of the run, or the time since its last sign of life if that is long."""

@@ -28,7 +28,9 @@ def _questions(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
     for title, section, context, questions, answers, own in zip(*(batch[name] for name in names), strict=True):
         dialogue = ""
         for question, texts, answer in zip(questions, answers["texts"], own["texts"], strict=True):
-            majority = _majority(texts)
+            # Answers of the majority of people: those with an answer, or those without one.
+            answered = [text for text in texts if text != NO_ANSWER]
+            majority = answered if 2 * len(answered) > len(texts) else [NO_ANSWER]
             if agreement(majority) >= LEAST_AGREEMENT:
                 for name, value in zip(rows, (title, section, context, dialogue, question, majority), strict=True):
                     rows[name].append(value)
@@ -61,12 +63,6 @@ def _without_one(answers: Sequence[str], value: Callable[[list[str], str], float
 
 def _best(answer: str, answers: Sequence[str]) -> float:
     return max(f1(answer, wanted) for wanted in answers)
-
-
-def _majority(texts: Sequence[str]) -> list[str]:
-    """Answers of the majority of people: those with an answer, or those without one."""
-    answered = [text for text in texts if text != NO_ANSWER]
-    return answered if 2 * len(answered) > len(texts) else [NO_ANSWER]
 
 
 def _words(text: str) -> list[str]:
