@@ -84,11 +84,18 @@ def _train_until_loss(
 
 def train_on(context: RunContext, memory: RankMemory | None = None) -> None:
     """Train on an open backend, or extract the graphs of the run; a `memory` goes from one start to the next."""
-    _announce(context)
-    if context.backend.extracts:
+    backend, mesh = context.backend, context.mesh
+    context.print_line(f"backend {backend.name} ({context.reason}); {mesh.world} ranks: {_degrees(context)}")
+    for note in dict.fromkeys((*backend.binding.notes(), *backend.notes())):
+        context.print_line(note)
+    if context.config.precision.params == "bf16":
+        warning = backend.diagnostics.bf16_warning()
+        if warning:
+            context.print_line(warning)
+    if backend.extracts:
         # Printed on every node, since the compiler's tool on each node reads the lines of that node's ranks.
-        console = PipeSafeConsole(stderr=True, soft_wrap=True, quiet=context.backend.local_rank != 0)
-        extract_graphs(context.plan, context.backend, context.mesh, console.print)
+        console = PipeSafeConsole(stderr=True, soft_wrap=True, quiet=backend.local_rank != 0)
+        extract_graphs(context.plan, backend, mesh, console.print)
         return
     run = assemble(context, memory or RankMemory())
     val_loss = run.train()
@@ -159,18 +166,6 @@ def _choose_device(config: RunConfig) -> tuple[str, str, str]:
     if of_layers:
         reason += f"; layers {layers}: {of_layers}"
     return name, layers, reason
-
-
-def _announce(context: RunContext) -> None:
-    """Print the backend, the mesh, and notes of the backend and its layers."""
-    backend, mesh = context.backend, context.mesh
-    context.print_line(f"backend {backend.name} ({context.reason}); {mesh.world} ranks: {_degrees(context)}")
-    for note in dict.fromkeys((*backend.binding.notes(), *backend.notes())):
-        context.print_line(note)
-    if context.config.precision.params == "bf16":
-        warning = backend.diagnostics.bf16_warning()
-        if warning:
-            context.print_line(warning)
 
 
 def _degrees(context: RunContext) -> str:

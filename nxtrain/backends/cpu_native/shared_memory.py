@@ -98,7 +98,10 @@ class Exchange:
     @property
     def box(self) -> Box:
         """Memory of this rank."""
-        return Box(_host(), os.getpid(), self._file)
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        space = Path("/proc/self/ns/pid").stat().st_ino  # of process ids
+        digest = hashlib.sha256(f"{boot} {space} {os.getuid()}".encode()).digest()
+        return Box(int.from_bytes(digest[:7], "big"), os.getpid(), self._file)
 
     def map(self, boxes: Sequence[Box]) -> None:
         """Map the memory of all ranks of this host.
@@ -193,14 +196,6 @@ class Exchange:
         for file in (self._file, *self._processes.values()):
             os.close(file)
         self._processes.clear()
-
-
-def _host() -> int:
-    """Hash of the machine's start, of the name space of process ids, and of the user."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    space = Path("/proc/self/ns/pid").stat().st_ino
-    digest = hashlib.sha256(f"{boot} {space} {os.getuid()}".encode()).digest()
-    return int.from_bytes(digest[:7], "big")
 
 
 @dataclass(frozen=True)

@@ -54,16 +54,16 @@ class Param:
     def rows(self, rank: int, size: int) -> Param:
         """Rows that a rank of ZeRO-1 holds: the same number on each rank, the last ones padded with zeros."""
         width = -(-self.shape[0] // size)
-        return replace(self, shape=(width, *self.shape[1:]), blocks=tuple(self._clipped_blocks(rank * width, width)))
-
-    def _clipped_blocks(self, first: int, num_rows: int) -> Iterator[tuple[str, ShardBox]]:
+        first = rank * width
+        clipped = []
         for name, block in self.blocks:
             begin = block.local_offsets[0]
-            low, high = max(begin, first), min(begin + block.sizes[0], first + num_rows)
+            low, high = max(begin, first), min(begin + block.sizes[0], first + width)
             if low < high:
                 offsets = (block.offsets[0] + low - begin, *block.offsets[1:])
                 sizes, local = (high - low, *block.sizes[1:]), (low - first, *block.local_offsets[1:])
-                yield name, replace(block, offsets=offsets, sizes=sizes, local_offsets=local)
+                clipped.append((name, replace(block, offsets=offsets, sizes=sizes, local_offsets=local)))
+        return replace(self, shape=(width, *self.shape[1:]), blocks=tuple(clipped))
 
 
 @dataclass(frozen=True)

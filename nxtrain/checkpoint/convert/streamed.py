@@ -32,23 +32,18 @@ def write_streamed(
     with file.open("wb") as out:
         out.write(safetensors_header({chunk.name: chunk for chunk in ordered}, {}, _ALIGNMENT_BYTES))
         for batch in parts:
-            read(_views(buffer, batch))
-            out.write(bytes_of(buffer[: _num_bytes(batch)]))
+            # Adjacent views of the buffer; wide types come first, so that each view is aligned.
+            views: dict[TensorShard, Tensor] = {}
+            end = 0
+            for chunk in batch:
+                start, end = end, end + chunk.num_bytes
+                views[chunk] = buffer[start:end].view(chunk.dtype).view(chunk.block.sizes)
+            read(views)
+            out.write(bytes_of(buffer[:end]))
 
 
 def _num_bytes(batch: Sequence[TensorShard]) -> int:
     return sum(chunk.num_bytes for chunk in batch)
-
-
-def _views(buffer: Tensor, batch: Sequence[TensorShard]) -> dict[TensorShard, Tensor]:
-    """Adjacent views of a buffer, one per shard; wide types come first, so that each view is aligned."""
-    views: dict[TensorShard, Tensor] = {}
-    start = 0
-    for chunk in batch:
-        end = start + chunk.num_bytes
-        views[chunk] = buffer[start:end].view(chunk.dtype).view(chunk.block.sizes)
-        start = end
-    return views
 
 
 def batches(tensors: Sequence[TensorShard]) -> Iterator[list[TensorShard]]:

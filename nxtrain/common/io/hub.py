@@ -107,7 +107,11 @@ class HubName:
             return replace(self, revision=self._commit_of_cache())
         with self._explained():
             about = self._ask(files_metadata=False)
-        self._note_commit(about.sha)
+        # Recorded for starts without network; the client records only the commits that it fetches by.
+        if ".." not in Path(self.revision).parts:
+            with suppress(OSError):  # the cache may be shared and not writable
+                self._reference.parent.mkdir(parents=True, exist_ok=True)
+                replace_text(self._reference, about.sha, durable=False)
         return replace(self, revision=about.sha)
 
     def sizes(self) -> dict[str, int]:
@@ -180,14 +184,6 @@ class HubName:
     def _reference(self) -> Path:
         """File of the client's cache with the commit of a branch or tag."""
         return self._cached / "refs" / (self.revision or DEFAULT_REVISION)
-
-    def _note_commit(self, commit: str) -> None:
-        """Record the commit of a branch or tag for starts without network; the client records those it fetches by."""
-        if ".." in Path(self.revision).parts:
-            return
-        with suppress(OSError):  # the cache may be shared and not writable
-            self._reference.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(self._reference, commit, durable=False)
 
     def _commit_of_cache(self) -> str:
         revision = self.revision or DEFAULT_REVISION

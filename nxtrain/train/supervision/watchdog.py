@@ -188,7 +188,12 @@ class Watchdog(RunObserver):
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None or isinstance(error, StoppedBySignal):
-            self._close()
+            self._end()
+            board = self._link.store
+            if board is not None:  # the other ranks need not wait for this one, whose run ended well
+                with suppress(RuntimeError):  # the store went with its rank
+                    board.answer(Beat(self._at[0], "end", 0.0, waits=True))
+                    self._stop.publish_finished(board)
         elif isinstance(error, Exception):
             self.await_verdict(error)
             self._end()
@@ -212,17 +217,6 @@ class Watchdog(RunObserver):
                 self._late = True
                 self._signals.news.set()
                 self._thread.join(20)
-
-    def _close(self) -> None:
-        """End the watch after a run that ended well; the other ranks need not wait for this one."""
-        self._end()
-        board = self._link.store
-        if board is not None:
-            try:
-                board.answer(Beat(self._at[0], "end", 0.0, waits=True))
-                self._stop.publish_finished(board)
-            except RuntimeError:  # the store went with its rank
-                return
 
     def _end(self) -> None:
         self._ended.set()
