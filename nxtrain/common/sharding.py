@@ -337,10 +337,6 @@ class Layout(dict[str, tuple[ShardBox, ...]]):
         spec = self.table[name]
         return spec.is_tied or any(piece.copies > 1 for piece in spec.pieces(self.mesh.tp))
 
-    def mixes_copies(self, name: str) -> bool:
-        """True if, on any rank, rows of a parameter differ in the number of ranks that hold them."""
-        return len({piece.copies for piece in self.table[name].pieces(self.mesh.tp)}) > 1
-
 
 def global_name(parameter: str, segment: Segment) -> str:
     """Checkpoint name of a segment: `a.qkv_proj.weight` and segment `q_proj` give `a.q_proj.weight`.

@@ -81,21 +81,22 @@ class SquareSum:
         if kernels.sums_lists:
             self._sum = self._weighted_lists
         self._names = [*layout]
-        mixed = {name for name in layout if layout.mixes_copies(name)}
+        mixed = []  # parameters whose rows, on any rank, differ in the number of ranks that hold them
         weights = []
         for name in layout:
             spec, holders = layout.table[name], layout.num_holders(name)
-            if name in mixed:
+            pieces = spec.pieces(layout.mesh.tp)
+            if len({piece.copies for piece in pieces}) > 1:
+                mixed.append(name)
                 weights.append(1.0 / holders)
             elif spec.tied_to:
                 weights.append(0.0)
             else:
-                weights.append(1.0 / (spec.pieces(layout.mesh.tp)[0].copies * holders))
+                weights.append(1.0 / (pieces[0].copies * holders))
         self._weights = put(torch.tensor(weights, dtype=torch.float32))
         self._row_weights = {
             name: put(1.0 / torch.tensor(layout.row_copies(name, shards[name].shape[0]), dtype=torch.float32))
-            for name in layout
-            if name in mixed
+            for name in mixed
         }
 
     @torch.no_grad()

@@ -113,14 +113,25 @@ class Inspection:
             rank: Rank whose tensors are listed; None: those of the first rank of every stage.
         """
         chosen = self.chosen(rank)
+        stages = []
         tensors = []
         for of_stage in chosen:
+            stages.append(
+                {
+                    "stage": of_stage.stage,
+                    "rank": of_stage.mesh.rank,
+                    "blocks": [[chunk.start, chunk.stop] for chunk in of_stage.blocks],
+                    "others": [held.parameter.name for held in of_stage.others],
+                    "units": [{"modules": list(unit.modules), "entries": unit.entries} for unit in of_stage.units],
+                    "bytes": of_stage.bytes.to_json(),
+                }
+            )
             tensors += [_tensor_json(of_stage.stage, held) for held in of_stage.tensors()]
         return {
             "model": self.model_json(),
             "layout": {"world": self.job.world, "shard_size": self.job.shard_size, **layout_json(self.job)},
             "rank": rank,
-            "stages": [_stage_json(first_rank) for first_rank in chosen],
+            "stages": stages,
             "tensors": tensors,
             "checkpoint": None if self.checkpoint is None else self.checkpoint.to_json(),
         }
@@ -183,17 +194,6 @@ def _checkpoint(run: Path) -> CheckpointFacts | None:
     meta = read_meta(path)
     num_bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
     return CheckpointFacts(path, meta.step, num_bytes, dict(meta.mesh))
-
-
-def _stage_json(rank: Rank) -> dict[str, Any]:
-    return {
-        "stage": rank.stage,
-        "rank": rank.mesh.rank,
-        "blocks": [[chunk.start, chunk.stop] for chunk in rank.blocks],
-        "others": [held.parameter.name for held in rank.others],
-        "units": [{"modules": list(unit.modules), "entries": unit.entries} for unit in rank.units],
-        "bytes": rank.bytes.to_json(),
-    }
 
 
 def _tensor_json(stage: int, held: Held) -> dict[str, Any]:

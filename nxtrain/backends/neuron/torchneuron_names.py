@@ -7,7 +7,6 @@ no effect and no error, so the launcher sets only names that the packages contai
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -23,12 +22,9 @@ CODE = (".py", ".so", ".pyd")
 
 def reads(name: str) -> bool | None:
     """True if the installed packages contain a variable's name; None if TorchNeuron is not installed here."""
-    return found_in(_files(), name) if detect() is not None else None
-
-
-def found_in(files: Iterable[Path], name: str) -> bool:
-    """True if the name is in one of the files as a whole word."""
-    return any(_contains(file, name.encode("ascii")) for file in files)
+    if detect() is None:
+        return None
+    return any(_contains(file, name.encode("ascii")) for file in _files())
 
 
 @lru_cache
@@ -47,6 +43,7 @@ def _files() -> tuple[Path, ...]:
 
 @lru_cache(maxsize=4096)
 def _contains(file: Path, name: bytes) -> bool:
+    """True if the name is in the file as a whole word."""
     if not file.stat().st_size:
         return False
     with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as text:

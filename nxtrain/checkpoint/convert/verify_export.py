@@ -114,7 +114,8 @@ def verify_export(checkpoint: Location, folder: Path, backend: Backend) -> Agree
             raise CheckpointError(f"{summary}, more than {EXACT:g}; do not use it")
         return Agreement(difference)
     exact = _scores_of_transformers(folder, tokens, torch.float32)
-    errors, peer_errors = (_errors(scores, exact) for scores in (ours, theirs))
+    # Root mean square error of each token's scores.
+    errors, peer_errors = ((scores - exact).square().mean(-1).sqrt().flatten() for scores in (ours, theirs))
     # Also false for NaN.
     if not (_mean(errors) <= ROUNDING * _mean(peer_errors) and errors.max() <= WORST_ROUNDING * peer_errors.max()):
         raise CheckpointError(
@@ -150,11 +151,6 @@ def _without_device_choice() -> Iterator[None]:
 
 def _is_no_device_choice(record: logging.LogRecord) -> bool:
     return "PJRT_DEVICE" not in record.getMessage()
-
-
-def _errors(scores: Tensor, exact: Tensor) -> Tensor:
-    """Root mean square error of each token's scores."""
-    return (scores - exact).square().mean(-1).sqrt().flatten()
 
 
 def _mean(errors: Tensor) -> float:

@@ -10,7 +10,6 @@ from nxtrain.backends.base import Support
 from nxtrain.backends.neuron import torchneuron, torchneuron_names
 from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.sdk import SdkVersion
-from nxtrain.backends.neuron.torchneuron_names import found_in
 from nxtrain.common.errors import ConfigError
 from nxtrain.config import cache_dir
 from nxtrain.config.load import load
@@ -81,19 +80,16 @@ def test_elsewhere_the_documented_name_is_shown_with_the_condition() -> None:
     assert result.notes == ()
 
 
-def test_names_are_found_as_whole_words_in_code(tmp_path: Path) -> None:
+def test_names_are_found_as_whole_words_in_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torchneuron_names.reads("NKI_URL") is None  # TorchNeuron is not installed here
     library, script, empty = tmp_path / "lib.so.1", tmp_path / "a.py", tmp_path / "b.py"
     library.write_bytes(b"\x00\x01XNEFF_DIR\x00NEFF_DIR_2\x00NKI_URL\x00")
     script.write_text("os.environ['HOST_CC']", encoding="utf-8")
     empty.touch()
-    files = (empty, script, library)
-    assert [found_in(files, name) for name in ("NKI_URL", "HOST_CC", "NEFF_DIR", "NEFF_DIR_2")] == [
-        True,
-        True,
-        False,
-        True,
-    ]
-    assert torchneuron_names.reads("NKI_URL") is None  # TorchNeuron is not installed here
+    monkeypatch.setattr(torchneuron_names, "detect", lambda: "2.11")
+    monkeypatch.setattr(torchneuron_names, "_files", lambda: (empty, script, library))
+    names = ("NKI_URL", "HOST_CC", "NEFF_DIR", "NEFF_DIR_2")
+    assert [torchneuron_names.reads(name) for name in names] == [True, True, False, True]
 
 
 def test_the_optimization_level_goes_by_the_variable_of_its_own() -> None:
