@@ -95,17 +95,13 @@ def open_debug_folder(config: RunConfig, *, is_alone: bool) -> str:
         folder.mkdir(parents=True, exist_ok=True)
     if is_alone:
         return "recovery.debug=dist: a lone rank communicates with no other; its device's lines are on standard error"
-    if _is_standard_error_below(folder):
+    mine = os.fstat(2)
+    is_of_agent = False  # True if standard error is a file that an agent opened in the folder
+    with suppress(OSError):
+        is_of_agent = any(os.path.samestat(mine, file.stat()) for file in folder.glob("*/attempt_*/*/stderr.log"))
+    if is_of_agent:
         return f"recovery.debug=dist: the lines of each rank are in {folder}/*/attempt_*/LOCAL_RANK/stderr.log"
     return (
         "recovery.debug=dist: the lines of all ranks share one standard error, which was open before they started. "
         f"For a file of each rank use nxtrain launch, or torchrun --log-dir={folder} --tee=3"
     )
-
-
-def _is_standard_error_below(folder: Path) -> bool:
-    """True if standard error is a file that an agent opened in a folder."""
-    mine = os.fstat(2)
-    with suppress(OSError):
-        return any(os.path.samestat(mine, file.stat()) for file in folder.glob("*/attempt_*/*/stderr.log"))
-    return False

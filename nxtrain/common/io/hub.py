@@ -104,7 +104,15 @@ class HubName:
         if self.is_pinned:
             return self
         if is_offline():
-            return replace(self, revision=self._commit_of_cache())
+            revision = self.revision or DEFAULT_REVISION
+            try:
+                commit = self._reference.read_text(encoding="utf-8").strip()
+            except OSError:
+                raise self._refusal(
+                    f"the cache in {self._cached} has no revision {revision}, and HF_HUB_OFFLINE is set",
+                    f"fetch with a network: hf download {self.repository}{self._option} --revision {revision}",
+                ) from None
+            return replace(self, revision=commit)
         with self._explained():
             about = self._ask(files_metadata=False)
         # Recorded for starts without network; the client records only the commits that it fetches by.
@@ -184,16 +192,6 @@ class HubName:
     def _reference(self) -> Path:
         """File of the client's cache with the commit of a branch or tag."""
         return self._cached / "refs" / (self.revision or DEFAULT_REVISION)
-
-    def _commit_of_cache(self) -> str:
-        revision = self.revision or DEFAULT_REVISION
-        try:
-            return self._reference.read_text(encoding="utf-8").strip()
-        except OSError:
-            raise self._refusal(
-                f"the cache in {self._cached} has no revision {revision}, and HF_HUB_OFFLINE is set",
-                f"fetch with a network: hf download {self.repository}{self._option} --revision {revision}",
-            ) from None
 
     def _absent(self, files: Mapping[str, int]) -> dict[str, int]:
         return {file: num_bytes for file, num_bytes in files.items() if not (self.folder / file).is_file()}
