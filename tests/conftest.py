@@ -36,6 +36,8 @@ QUICK_S = 0.25
 os.environ.setdefault("USE_TORCH_XLA", "0")
 # As in scripts/lanes.sh: a test that calls `nxtrain train` in its own process must not start anew with other threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Else each process that compiles for the CPU builds and starts a program for each set of instructions, in 20 seconds.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 _USUAL = gc.get_threshold()
 

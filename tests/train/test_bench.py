@@ -23,12 +23,11 @@ from nxtrain.backends.cpu import CpuBackend
 from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK
 from nxtrain.common.errors import BackendError
 from nxtrain.common.family import find_family
-from nxtrain.tools.bench import checkpoint, materialize, optim, training
+from nxtrain.tools.bench import checkpoint, data, data_wait, materialize, optim, training
 from nxtrain.tools.bench.breakdown import COMMUNICATION, KINDS, OUTSIDE, UPDATE, break_down
 from nxtrain.tools.bench.checkpoint import COPY, DISK_READ, DISK_WRITE, FLOORS, LOAD, SAVE, STALL, FilledState
 from nxtrain.tools.bench.clocks import Clocks
 from nxtrain.tools.bench.collectives import GIB, KIB, OPERATIONS
-from nxtrain.tools.bench.data_wait import LADDER
 from nxtrain.tools.bench.scaling import ONE, TWO
 from nxtrain.tools.bench.train import SHAPE, Workload
 from nxtrain.tools.bench.training import transformers_step
@@ -38,6 +37,7 @@ from tests.support.processes import patient_s
 
 SMALL = {**SHAPE, "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 3}
 BATCH, SEQ_LEN = 2, 64
+SHORT_LADDER = (1.0, 0.25, 0.0625)
 
 
 def command(*argv: str) -> dict[str, Any]:
@@ -286,9 +286,18 @@ def test_two_ranks_run_in_turn_with_two_independent_runs(tmp_path: Path) -> None
     assert texts[2:] == ["pp2", f"{result['ratios']['pp2']:.2f}"]
 
 
-def test_the_loader_is_measured_beside_numpy() -> None:
+def _of_short_waits() -> None:
+    vars(data)["TRAINED_CHARS"] = 1 << 18
+    vars(data_wait)["LADDER"] = SHORT_LADDER
+    data_wait.share_waiting.__kwdefaults__ = {"steps": 20}
+
+
+def test_the_loader_is_measured_beside_numpy(tmp_path: Path) -> None:
     """The memory of a start is that of a Python that has imported nothing else."""
-    result = command("data", "--rounds", "1", "--mib", "2", "--seq-len", "128", "--text-mib", "1", "--file-mib", "256")
+    sizes = ("--mib", "2", "--seq-len", "128", "--text-mib", "1", "--file-mib", "256", "--rounds", "1")
+    code, output = forked_command(tmp_path, "bench", "data", *sizes, "--json", first=_of_short_waits, within_s=250.0)
+    assert code == 0, output
+    result = json.loads(output[output.index("{\n") :])
     ids = {row["name"]: row["value"] for row in result["rows"]}
     loader = ids.pop("loader")
     assert list(ids) == ["numpy"]
@@ -304,7 +313,7 @@ def test_the_loader_is_measured_beside_numpy() -> None:
     assert (wait["tokens_per_s"], set(wait["shares"])) == (1_000_000, {"text", "ids"})
     # Cores that tokenize half a million tokens a second each keep 1 million waiting; ids are packed much faster.
     assert 0 <= wait["shares"]["ids"] < wait["shares"]["text"] < 1
-    rates = {0.0, *(part * wait["tokens_per_s"] for part in LADDER)}  # which of them depends on the load
+    rates = {0.0, *(part * wait["tokens_per_s"] for part in SHORT_LADDER)}  # which of them depends on the load
     assert all(set(kept.values()) <= rates and "1" in kept for kept in wait["kept"].values())
     # A start that reads the documents would take their memory: the file is larger than the limit.
     assert result["start"]["mib"] >= 256
