@@ -30,7 +30,7 @@ DURATIONS_FILE = Path(__file__).with_name("durations.json")
 `--quick` leaves these tests out, and workers take the files with most of them first.
 """
 
-QUICK_S = 0.25
+QUICK_S = 0.1
 
 # transformers would import torch-xla for a device that it never gets here, in seconds of each process.
 os.environ.setdefault("USE_TORCH_XLA", "0")
