@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 
 from tests.support.commands import in_process
 from tests.support.drawn import one_in
+from tests.support.processes import patient_s
 from tests.support.published import CONFIGS
+from tests.support.xla_processes import nxtrain
 
 CONTEXT = ("parallel.tp=2", "parallel.cp=2", "parallel.shard=zero1", "train.micro_batch=4")
 DIVIDED = ("model.family=mixtral", "model.preset=tiny", "parallel.tp=2", "parallel.ep=2", "train.micro_batch=1")
@@ -19,12 +22,14 @@ ROUTED = ("model.family=qwen3_moe", "model.preset=tiny", "parallel.tp=2", "paral
 Report = tuple[dict[str, Any], dict[str, dict[str, Any]]]
 
 
-def report(*words: object) -> Report:
-    """The report of a step without problems, and its graphs by name."""
+def report(folder: Path, *words: object) -> Report:
+    """The report of a step without problems, and its graphs by name; the command and its tracing process are forks."""
     argv = ("--world", "8", "--steps", "1", "--json", "backend.name=xla", *words)
-    code, out, err = in_process("graphs", CONFIGS / "tiny_cpu.toml", *argv)
-    assert code == 0, err
-    result = json.loads(out)
+    done = nxtrain("graphs", CONFIGS / "tiny_cpu.toml", *argv, env=os.environ, log=folder / "log.txt").ended(
+        patient_s(400)
+    )
+    assert done.code == 0, done.printed[-3000:]
+    result = json.loads(done.printed[done.printed.index("{\n") :])  # after the progress
     assert result["problems"] == result["host_reads"] == []
     return result, {graph["name"]: graph for graph in result["graphs"]}
 
@@ -39,8 +44,8 @@ def axes(graph: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.parametrize("documents", one_in(2, ["true", "false"]))
-def test_ranks_of_cp_record_one_graph_and_the_report_names_their_collectives(documents: str) -> None:
-    result, graphs = report(*CONTEXT, f"data.doc_mask={documents}")
+def test_ranks_of_cp_record_one_graph_and_the_report_names_their_collectives(documents: str, tmp_path: Path) -> None:
+    result, graphs = report(tmp_path, *CONTEXT, f"data.doc_mask={documents}")
     assert {0, 1, 2, 3, 4} <= set(result["ranks"])
     # Two blocks: keys and values are gathered in both passes, and their gradients are scattered once.
     assert over(graphs["steady micro-batch"], "cp") == {"all-gather": 4, "reduce-scatter": 2}
@@ -54,7 +59,7 @@ def test_each_layer_adds_the_same_collectives_over_cp(tmp_path: Path) -> None:
     lines = []
     for layers in (1, 3):
         hlo = ("--rank", "0", "--hlo", tmp_path / str(layers))
-        _, graphs = report(*hlo, *CONTEXT, "train.remat=full", f"model.config.num_hidden_layers={layers}")
+        _, graphs = report(tmp_path, *hlo, *CONTEXT, "train.remat=full", f"model.config.num_hidden_layers={layers}")
         micro = graphs["steady micro-batch"]
         assert over(micro, "cp") == {"all-gather": 3 * layers, "reduce-scatter": layers}
         lines.append(Path(micro["hlo"]).read_text(encoding="utf-8").count("\n"))
@@ -62,9 +67,9 @@ def test_each_layer_adds_the_same_collectives_over_cp(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("shard", "dispatch", "optim"), [("none", "dropless", "adamw"), ("zero1", "capacity", "muon")])
-def test_ranks_with_other_experts_record_one_graph(shard: str, dispatch: str, optim: str) -> None:
+def test_ranks_with_other_experts_record_one_graph(shard: str, dispatch: str, optim: str, tmp_path: Path) -> None:
     options = (f"model.moe_dispatch={dispatch}", f"parallel.shard={shard}", f"optim.name={optim}")
-    _, graphs = report(*DIVIDED, "train.global_batch=8", *options)
+    _, graphs = report(tmp_path, *DIVIDED, "train.global_batch=8", *options)
     # Two blocks: rows and their weights go to the experts, and outputs back, and so do the gradients. Whole tokens have
     # the numbers of their experts with them.
     rows = [row for row in graphs["steady micro-batch"]["collectives"] if row["axis"] == "ep"]
@@ -80,9 +85,12 @@ def test_ranks_with_other_experts_record_one_graph(shard: str, dispatch: str, op
     ("pp", "dispatch", "family"),
     [(1, "capacity", "qwen3_moe"), (2, "dropless", "qwen3_moe"), (1, "dropless", "gpt_oss")],
 )
-def test_ranks_of_a_model_with_experts_record_the_same_graphs(pp: int, dispatch: str, family: str) -> None:
+def test_ranks_of_a_model_with_experts_record_the_same_graphs(
+    pp: int, dispatch: str, family: str, tmp_path: Path
+) -> None:
     """The statistics of the routers travel with the hidden state, and are summed once for a micro-batch."""
-    _, graphs = report(*ROUTED, f"parallel.pp={pp}", f"model.moe_dispatch={dispatch}", f"model.family={family}")
+    options = (f"parallel.pp={pp}", f"model.moe_dispatch={dispatch}", f"model.family={family}")
+    _, graphs = report(tmp_path, *ROUTED, *options)
     last = "steady micro-batch" if pp == 1 else "stage 1 forward"
     (summed,) = [row for row in graphs[last]["collectives"] if row["axis"] == "dp"]
     numbers = 2 * 8 + 5  # of 8 experts; torch-xla orders collectives by a further number
