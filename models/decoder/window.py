@@ -1,4 +1,4 @@
-"""Windows of attention: a query sees its own token and a number of those before it.
+"""Sliding-window attention: a query sees its own token and a number of tokens before it.
 
 Source: Jiang et al. 2023 (arXiv:2310.06825) section 2; `Qwen2Config` of transformers for the switch of the Qwens.
 """
@@ -14,7 +14,7 @@ from nxtrain_models.decoder.config import Count, DecoderConfig
 
 
 class WindowConfig(DecoderConfig):
-    """Shape of a decoder whose layers may have windows."""
+    """Shape of a decoder whose layers may have sliding-window attention."""
 
     sliding_window: Count | None = None
     """Tokens that a query sees, its own among them; None for all before it."""
@@ -25,7 +25,7 @@ class WindowConfig(DecoderConfig):
 
 
 class SwitchedWindowConfig(WindowConfig):
-    """Shape of a decoder whose `config.json` has a switch next to its window; the window here is one that is in use."""
+    """Shape of a decoder whose `config.json` switches its window on or off; here the window is always on."""
 
     max_window_layers: Annotated[int, Field(ge=0, le=2**16)] | None = None
     """Layers before the first one with a window."""

@@ -1,4 +1,4 @@
-"""Choice of attention: the shape that it depends on, its name in lines for people, and the choice of torch's own.
+"""Choice of the implementation of attention: the shape on which the choice depends, and torch's implementations.
 
 Importable without torch. Trainium's kernels have choices of their own, in `backends/neuron/`.
 """
@@ -193,7 +193,7 @@ class AttentionChoice:
         return self.kind == "flash" or self.has_full_flash
 
     def __str__(self) -> str:
-        """Line for people."""
+        """Message with the kind of attention and the reason."""
         return f"{self.kind} attention: {self.reason}"
 
 
@@ -220,7 +220,7 @@ def choose_mixed(choose: Choose, shape: AttentionShape) -> AttentionChoice | Non
 
 
 def choose_torch(backend: str, wanted: str, shape: AttentionShape) -> AttentionChoice | None:
-    """Choose between torch's implementations; None: torch's causal attention serves as it is.
+    """Choose between torch's implementations; None: torch's causal attention needs no replacement.
 
     Args:
         backend: `cpu`, `cuda`, `xla` ...
@@ -303,7 +303,7 @@ def without_flash(shape: AttentionShape, why: str) -> AttentionChoice:
     """Choose attention to some keys on GPUs where FlashAttention does not serve.
 
     Args:
-        why: Reason against FlashAttention.
+        why: Reason why FlashAttention cannot be used.
     """
     limits = "; ".join([*shape.limits, why])
     obstacles = _flex_obstacles(shape)
@@ -316,7 +316,7 @@ _BY_FLEX = "by torch's FlexAttention, tried when a run starts; blocks without a 
 
 
 def _flash_obstacles(shape: AttentionShape) -> list[str]:
-    """Reasons against FlashAttention for queries that do not see all keys before them."""
+    """Reasons why FlashAttention cannot be used for queries that do not see all keys before them."""
     obstacles = []
     if shape.params == "fp32":
         obstacles.append("precision.params=fp32, and FlashAttention takes bf16 and fp16")
@@ -332,7 +332,7 @@ def _flash_obstacles(shape: AttentionShape) -> list[str]:
 
 
 def _flex_obstacles(shape: AttentionShape) -> list[str]:
-    """Reasons against FlexAttention."""
+    """Reasons why FlexAttention cannot be used."""
     obstacles = []
     if shape.cp > 1:
         obstacles.append(f"parallel.cp={shape.cp} shares the positions of a sequence, and flex takes whole rows")
@@ -342,7 +342,7 @@ def _flex_obstacles(shape: AttentionShape) -> list[str]:
 
 
 def _obstacles(wanted: str, shape: AttentionShape) -> list[str]:
-    """Reasons against a kernel of `CUDA_KERNELS` that is asked for; none for other values."""
+    """Reasons why a configured kernel of `CUDA_KERNELS` cannot be used; none for other values."""
     if wanted not in CUDA_KERNELS:
         return []
     if wanted == "flash" and shape.limits:
@@ -372,7 +372,7 @@ def choose_by(
         backend: `neuron` or `neuron-native`.
         wanted: `auto`, `plain` or `flash`.
         shape: Shape of one rank's attention.
-        obstacles: Reasons against the kernel, apart from the keys that queries see.
+        obstacles: Reasons why the kernel cannot be used, apart from the keys that queries see.
         flash: Attention by the kernel.
         kernel: Name of the kernel in sentences.
 

@@ -25,8 +25,8 @@ class Tile(NamedTuple):
     """Adjacent queries and adjacent keys.
 
     Args:
-        start, end: First query, and the one after the last.
-        low, high: The same of the keys.
+        start, end: First query, and the query after the last.
+        low, high: First key, and the key after the last.
         causal: The last query sees the last key, and each query one key fewer than the next; False: all see the last.
         window: Most keys between the diagonal and a key that a query sees; None: no limit.
     """
@@ -40,7 +40,7 @@ class Tile(NamedTuple):
 
 
 class MaskKind(NamedTuple):
-    """Settings of a call of a flash kernel, equal for all of its tiles."""
+    """Mask of a call of a flash kernel, the same for all tiles of the call."""
 
     causal: bool
     window: int | None
@@ -85,7 +85,7 @@ def tiles(first: Positions, last: Positions, keys: Positions, *, slides: bool = 
 
 
 def _last_pair(changes: NDArray[np.intp], pair: int) -> int:
-    """Last pair of neighbours in the run of a pair."""
+    """End of the run of equal differences that begins at a pair of neighbouring queries: number of its last pair."""
     return int(changes[np.searchsorted(changes, pair)])
 
 
@@ -112,7 +112,7 @@ def waves(by_sequence: Sequence[Sequence[Tile]]) -> list[tuple[MaskKind, list[tu
 
 @lru_cache(maxsize=1024)
 def undivided_tiles(queries: Pieces, keys: Pieces, window: int | None) -> tuple[Tile, ...]:
-    """Tiles of rows that are one document each."""
+    """Tiles of a sequence that is one document."""
     last = listed(queries)
     return tuple(tiles(first_seen(np.zeros_like(last), last, window), last, listed(keys), slides=window is not None))
 
@@ -125,5 +125,5 @@ def first_seen(starts: Positions, last: Positions, window: int | None) -> Positi
 
 
 def listed(pieces: Pieces) -> Positions:
-    """Positions of pieces, one by one."""
+    """Array of all positions of some pieces."""
     return np.concatenate([np.arange(piece.start, piece.stop, piece.step) for piece in pieces])

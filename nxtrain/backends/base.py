@@ -79,11 +79,11 @@ class Binding:
         return comm.start_all_reduce_bucket(grads, dp, dtype, scale=1.0 / dp.size)
 
     def notes(self) -> tuple[str, ...]:
-        """Lines for people about the library that is used."""
+        """Messages about the library of layers."""
         return ()
 
     def close(self) -> None:
-        """Drop the library's process groups."""
+        """Destroy the process groups of the library of layers."""
 
 
 def fetched_names(values: Mapping[str, Tensor]) -> list[str]:
@@ -262,7 +262,7 @@ class Backend(RankGroup):
         raise ConfigError([Problem("parallel.async_tp", reason, hint="use false")])
 
     def notes(self) -> tuple[str, ...]:
-        """Lines for people about this backend's choices for the run, each with its reason."""
+        """Messages about the choices of this backend for the run, each with the reason."""
         attention = "" if self.attention is None else str(self.attention)
         return tuple(filter(None, (attention, self.experts, self.float8)))
 

@@ -352,7 +352,7 @@ class CudaBackend(AcceleratorBackend):
         return choice
 
     def _try_ranges(self, wanted: str, choice: AttentionChoice, shape: AttentionShape) -> AttentionChoice:
-        """FlashAttention for ranges of keys if it computes on this device; else FlexAttention where rows are whole."""
+        """Choose FlashAttention for key ranges if a trial here succeeds; else FlexAttention or blocked attention."""
         ranges = FlashRanges(TorchFlash(), self.kernels.copies)
         why = flash_ranges.failure(ranges, self.device, DTYPES[shape.params], shape.head_size)
         if not why:
@@ -367,7 +367,7 @@ class CudaBackend(AcceleratorBackend):
     def _try_flex(
         self, wanted: str, choice: AttentionChoice, shape: AttentionShape, reasons: Sequence[str]
     ) -> AttentionChoice:
-        """FlexAttention if it computes on this device; else blocks, for these reasons as well."""
+        """Choose FlexAttention if a trial on this device succeeds; else blocked attention, with these reasons added."""
         attend = flex_attention.compiled()
         why = flex_attention.failure(attend, self.device, DTYPES[shape.params], shape.head_size)
         if why:

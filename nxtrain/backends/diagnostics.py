@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class DeviceEvent(Protocol):
-    """Event in the queue of a device, as torch has it."""
+    """Event in the queue of a device, with the interface of torch's events."""
 
     def query(self) -> bool:
         """True if the device has reached the event."""
@@ -27,13 +27,13 @@ class DeviceEvent(Protocol):
 
 
 class Diagnostics:
-    """Measurements and recordings that a device offers; those of this base class are of a device without any."""
+    """Measurements and recordings of a device; this base class is for a device without any."""
 
     def peak_flops(self, params: str = "bf16") -> float | None:
         """Dense operations per second of one device, by its maker's figures; None if unknown.
 
         Args:
-            params: `precision.params`; devices of one rate have that of bfloat16 for every type.
+            params: `precision.params`; a device with one rate for all types ignores this.
         """
         return None
 
@@ -54,7 +54,7 @@ class Diagnostics:
         return ()
 
     def forget_fallbacks(self) -> None:
-        """Start the list of `fallbacks` anew."""
+        """Clear the list of `fallbacks`."""
 
     def waited_s(self) -> float:
         """Seconds that this rank's host has waited for other ranks so far; 0 if unknown."""
@@ -68,7 +68,7 @@ class Diagnostics:
         """Call a function with True when the queue begins to wait for other ranks, and with False when it goes on."""
 
     def profiler_options(self, profiles: Path) -> tuple[dict[str, Any], str]:
-        """Arguments of torch's profiler that record this device too, and a line for people about the device's part.
+        """Arguments with which torch's profiler records this device too, and a message about the device's part.
 
         Args:
             profiles: Folder of the run's profiles.

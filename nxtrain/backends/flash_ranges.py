@@ -47,24 +47,27 @@ class Call:
 
 
 class FlashKernel(ABC):
-    """Flash kernel of a device, on (B, T, N, H) and (B, T, M, H); with offsets on (T, N, H) and (T, M, H).
+    """Interface of a flash kernel: (B, T, N, H) queries, (B, T, M, H) keys; with offsets (T, N, H) and (T, M, H).
 
-    The diagonal ends in the last query and the last key of a tile. Sums are (B, N, T) float32; with offsets (N, T).
+    The diagonal ends in the last query and the last key of a tile. `log_sums` are (B, N, T) float32; with offsets
+    (N, T).
     """
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """Output, and logarithms of the sums of the weights."""
+        """Output, and logarithms of the softmax's denominators."""
 
     @abstractmethod
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values, of an attention with these sums and perhaps other keys as well."""
+        """Gradients of queries, keys and values; `log_sums` may include further keys that other calls compute."""
 
 
 class TorchFlash(FlashKernel):
-    """FlashAttention of torch on GPUs, or a release that replaces it; torch's setting makes its gradients repeatable.
+    """FlashAttention of torch on GPUs, or a newer release that was activated in place of torch's.
+
+    Gradients are deterministic with `torch.use_deterministic_algorithms`.
 
     Source: `torch/nn/attention/varlen.py` of torch 2.10, which calls the same operations.
     """
@@ -80,7 +83,9 @@ class TorchFlash(FlashKernel):
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
         settings, sides = _settings(call)
-        state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of random numbers, which no dropout reads
+        state = torch.empty(
+            2, dtype=torch.uint64, device=q.device
+        )  # state of random numbers, which nothing reads without dropout
         grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
             grad, q, k, v, out, log_sums, *settings, 0.0, call.mask.causal, state, state[:0], **sides
         )
@@ -102,7 +107,7 @@ class FlashRanges:
 
     Args:
         kernel: The kernel.
-        copies: Host copies of uploaded tensors, of which first positions of documents are asked for.
+        copies: Host copies of uploaded tensors, in which first positions of documents are looked up.
     """
 
     kernel: FlashKernel
@@ -110,7 +115,7 @@ class FlashRanges:
     _calls: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     def calls(self, ranges: KeyRanges) -> Sequence[Call]:
-        """Calls for some ranges; of documents they are made once per upload and layout."""
+        """Calls of the kernel for some ranges; those for documents are cached by uploaded tensor and positions."""
         assert ranges.known is not None, "flash kernels need positions on the host"
         if ranges.starts is None:
             return [_whole(tile) for tile in undivided_tiles(*ranges.known, ranges.window)]
@@ -118,7 +123,7 @@ class FlashRanges:
         key = ranges.known, ranges.window
         if key not in of_upload:
             starts = self.copies.get(ranges.starts)
-            if starts is None:  # made on the device: a wait, once per tensor
+            if starts is None:  # a tensor made on the device: the host waits, once per tensor
                 starts = self.copies[ranges.starts] = ranges.starts.cpu()
             of_upload[key] = _packed(starts.numpy(), *ranges.known, ranges.window, ranges.starts.device)
         return of_upload[key]  # type: ignore[no-any-return]
@@ -155,11 +160,11 @@ class FlashRanges:
 
 
 class _Rows:
-    """Rows of all sequences, (B, S, ...), of which calls give some; a call that gives all is not copied.
+    """Tensor of all sequences, (B, S, ...), assembled from results of calls; a result with all rows is not copied.
 
     Args:
         like: Tensor of the shape of the rows.
-        fill: Value of rows that no call gives.
+        fill: Value of rows that no call computes.
     """
 
     def __init__(self, like: Tensor, fill: float) -> None:
@@ -167,7 +172,7 @@ class _Rows:
         self._total: Tensor | None = None
 
     def put(self, indices: RowIndices, part: Tensor) -> None:
-        """Take the rows of a call, which no other call gives."""
+        """Store the rows of a call, which no other call computes."""
         if self._total is None:
             if indices is None:
                 self._total = part.unflatten(0, self._like.shape[:2])
@@ -182,7 +187,7 @@ class _Rows:
             self.total(part.dtype).flatten(0, 1).index_copy_(0, indices, part)
 
     def add(self, indices: RowIndices, part: Tensor) -> None:
-        """Add rows of a call to those of the calls before, in float32 if there are any."""
+        """Add the rows of a call to the sum of the calls before, in float32 from the second call on."""
         if self._total is None:
             self.put(indices, part)
             return
@@ -195,14 +200,14 @@ class _Rows:
             self._total.flatten(0, 1).index_add_(0, indices, part.float())
 
     def total(self, dtype: torch.dtype) -> Tensor:
-        """The rows so far; before the first call they have a type."""
+        """Tensor with the rows so far; before the first call, a new one of the type `dtype`."""
         if self._total is None:
             self._total = torch.full(self._like.shape, self._fill, dtype=dtype, device=self._like.device)
         return self._total
 
 
 def _taken(x: Tensor, indices: RowIndices) -> Tensor:
-    """Rows of a call: (B, S, ...) to (B, T, ...), or of all sequences to (T, ...)."""
+    """Select the rows of a call: (B, S, ...) to (B, T, ...), or to (T, ...) with offsets."""
     if isinstance(indices, slice):
         return x[:, indices]
     rows = x.flatten(0, 1)
@@ -210,13 +215,13 @@ def _taken(x: Tensor, indices: RowIndices) -> Tensor:
 
 
 def _whole(tile: Tile) -> Call:
-    """Call of a tile that all sequences have."""
+    """Call for the same tile of every sequence."""
     longest = tile.end - tile.start, tile.high - tile.low
     return Call(slice(tile.start, tile.end), slice(tile.low, tile.high), MaskKind(*tile[4:]), None, longest)
 
 
 def _packed(starts: np.ndarray, queries: Pieces, keys: Pieces, window: int | None, device: torch.device) -> list[Call]:
-    """Calls of rows of documents.
+    """Calls for sequences of packed documents.
 
     Args:
         starts: (B, Q) first position of each query's document.
@@ -243,7 +248,7 @@ def _packed(starts: np.ndarray, queries: Pieces, keys: Pieces, window: int | Non
 
 
 def _uploaded(array: np.ndarray, device: torch.device) -> Tensor:
-    """Copy of an array on a device, for which the host does not wait."""
+    """Copy an array to a device; on CUDA the host does not wait."""
     host = torch.from_numpy(array)
     if device.type != "cuda":
         return host.to(device)
@@ -251,7 +256,7 @@ def _uploaded(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def failure(ranges: FlashRanges, device: torch.device, dtype: torch.dtype, head_size: int) -> str:
-    """Try documents, a window, and pieces of a row on a device; return the reason against the kernel, or nothing.
+    """Try documents, a window, and pieces of a row on a device; return the reason why the kernel fails, or nothing.
 
     The outputs and gradients are compared with those of blocks in float32.
     """
@@ -268,10 +273,10 @@ def failure(ranges: FlashRanges, device: torch.device, dtype: torch.dtype, head_
 
 
 def trial(kernels: AttentionToRanges, tries: Sequence[tuple[Sequence[Tensor], KeyRanges]]) -> str:
-    """Compare attentions with those of blocks in float32; return the reason against the kernels, or nothing.
+    """Compare attentions with those of blocks in float32; return the reason why the kernels fail, or nothing.
 
     Args:
-        kernels: The kernels.
+        kernels: Kernels to try.
         tries: Queries, keys and values of each attention, and its ranges.
     """
     try:

@@ -21,7 +21,7 @@ TRIAL_ERROR = 0.02
 
 
 def failure(recipe: str, kernels: Kernels, plain: Kernels, device: torch.device, dtype: torch.dtype) -> str:
-    """Try one product of a recipe on a GPU; return the reason against the recipe, or nothing.
+    """Try one product of a recipe on a GPU; return the reason why the recipe fails, or nothing.
 
     Args:
         recipe: Value of `precision.fp8`.

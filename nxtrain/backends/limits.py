@@ -24,10 +24,10 @@ ATTENTION_BLOCK_BYTES = 64 << 20
 """Most bytes of the float32 scores of a block of queries, in attention that is computed block by block."""
 
 MIN_ATTENTION_ROWS, MAX_ATTENTION_ROWS = 16, 512
-"""Fewest and most queries of such a block."""
+"""Fewest and most queries of a block, in attention that is computed block by block."""
 
 XLA_LOOPS = 4
-"""Most loops of blocks in an attention's graph on PyTorch/XLA; as few blocks as that need no loop."""
+"""Most loops over blocks in an attention's graph on PyTorch/XLA; up to this number of blocks, there is no loop."""
 
 LONGEST_SCORES = 2048
 """Tokens of the longest sequence whose scores elementary operations compute at once; longer ones go block by block."""
@@ -36,7 +36,7 @@ MIN_FLEX_HEAD = 16
 """Narrowest head that torch's FlexAttention multiplies on a GPU."""
 
 FLASH_HEAD_MULTIPLE, MAX_FLASH_HEAD = 8, 256
-"""Widths of heads that torch's FlashAttention takes on a GPU: multiples of the one up to the other."""
+"""Divisor of the size of heads that torch's FlashAttention takes on a GPU, and the largest size."""
 
 NF4_GROUP = 256
 """Blocks of a group of NF4, whose scales share a factor."""
@@ -51,7 +51,7 @@ def keeps_probabilities(batch: int, heads: int, length: int, element_size: int) 
 
 
 def block_rows(heads: int, num_keys: int) -> int:
-    """Queries of a block, so that the scores of all heads of a batch stay within a limit of bytes."""
+    """Number of queries of a block whose scores, of all heads of a batch, fit `ATTENTION_BLOCK_BYTES`."""
     rows = ATTENTION_BLOCK_BYTES // (4 * heads * max(1, num_keys))
     return max(MIN_ATTENTION_ROWS, min(MAX_ATTENTION_ROWS, rows))
 

@@ -36,7 +36,7 @@ class Part:
     Args:
         shape: Rows and columns of the matrix.
         dim: Dimension along which the matrix is cut.
-        start, length: Entries of that dimension.
+        start, length: First row or column that the rank holds, and their number.
     """
 
     shape: tuple[int, int]
@@ -46,7 +46,7 @@ class Part:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks held."""
+        """Number of blocks that the rank holds."""
         return self.shape[1 - self.dim] * self.length // BLOCK
 
     @property
@@ -55,7 +55,7 @@ class Part:
         return -(-self.shape[0] * self.shape[1] // (BLOCK * NF4_GROUP))
 
     def blocks(self, device: torch.device) -> Tensor:
-        """Numbers of the blocks held, in the whole matrix: (N,)."""
+        """Indices in the whole matrix of the blocks that the rank holds: (N,)."""
         rows, columns = self.shape
         if self.dim == 0 or self.length == columns:
             first = self.start * columns // BLOCK if self.dim == 0 else 0

@@ -24,7 +24,7 @@ from nxtrain.common.kernels import KeyRanges, Pieces
 
 
 class _Span(NamedTuple):
-    """A block: its first query and the one after its last, and those of the keys that it may see."""
+    """Block of an attention: queries from `start` to before `end`, and keys from `low` to before `high`."""
 
     start: int
     end: int
@@ -105,7 +105,7 @@ class Blocks:
     """Division of an attention into blocks.
 
     Args:
-        looks: The host reads the ranges at no cost, so that a block leaves out the keys that it does not see.
+        looks: The host reads the ranges at no cost, so that a block omits keys that none of its queries sees.
         score_type: Type in which queries are multiplied by keys; None: that of the queries.
     """
 
@@ -182,7 +182,7 @@ class Blocks:
 
 
 def _number_before(pieces: Pieces, position: int) -> int:
-    """Number of positions before a position."""
+    """Count the positions of some pieces that are before a position."""
     number = 0
     for piece in pieces:
         number += len(range(piece.start, min(piece.stop, max(piece.start, position)), piece.step))
@@ -190,7 +190,7 @@ def _number_before(pieces: Pieces, position: int) -> int:
 
 
 def _position(pieces: Pieces, index: int) -> int:
-    """Position with a number of others before it."""
+    """Position with an index among all positions of some pieces."""
     for piece in pieces:
         if index < len(piece):
             return piece[index]
@@ -199,7 +199,7 @@ def _position(pieces: Pieces, index: int) -> int:
 
 
 def _each(positions: Tensor) -> Pieces:
-    """Positions as pieces of one."""
+    """Pieces of one position each."""
     return tuple(range(position, position + 1) for position in positions.tolist())
 
 

@@ -34,7 +34,7 @@ BACKENDS = {
 """torch's name of each kernel; releases 3 and 4 of FlashAttention replace the one that torch has."""
 
 PACKAGES = {"flash3": ("FA3", "flash-attn-3"), "flash4": ("FA4", "flash-attn-4")}
-"""Name in torch's registry and package of kernels that torch does not bring."""
+"""Name in torch's registry, and package, of each kernel that is not a part of torch."""
 
 CUDNN_CAPABILITY = (9, 0)
 """Compute capability from which cuDNN's kernel is tried first, as torchtitan does."""
@@ -56,10 +56,10 @@ def order(capability: tuple[int, int], *, deterministic: bool = False) -> tuple[
 
 @contextmanager
 def pinned(kernel: str) -> Iterator[None]:
-    """Prefer a kernel in this process; the others follow for what it does not take, such as a single query.
+    """Prefer a kernel in this process; other kernels compute what the kernel does not take, such as a single query.
 
     Raises:
-        BackendError: The kernel's package or torch's door for it is missing.
+        BackendError: The kernel's package is missing, or this torch cannot activate the kernel.
     """
     backends = [BACKENDS[kernel]]
     with ExitStack() as stack:
@@ -101,7 +101,7 @@ def _activated(kernel: str) -> Iterator[None]:
 
 
 def failure(kernel: str, device: torch.device, dtype: torch.dtype, head_size: int) -> str:
-    """Try a forward and a backward pass of a kernel alone; return the reason against the kernel, or nothing.
+    """Try a forward and a backward pass of a kernel alone; return the reason why the kernel fails, or nothing.
 
     Args:
         kernel: Key of `BACKENDS`; a package of its own is active.
@@ -132,7 +132,7 @@ def first_line(error: Exception) -> str:
 
 
 def wrong_numbers(worst: float) -> str:
-    """Reason against a kernel whose largest relative error is too large or no number; nothing for a right kernel."""
+    """Reason why a kernel with this relative error is refused: too large, or NaN; empty for a right kernel."""
     if worst <= TRIAL_ERROR:
         return ""
     return f"its numbers are off by {worst:.1%} of the formula's"
@@ -145,6 +145,6 @@ def _passes(qkv: list[Tensor], *, grouped: bool) -> list[Tensor]:
 
 
 def relative_error(actual: Tensor, wanted: Tensor) -> Tensor:
-    """Root of the mean square of the difference over that of what is wanted, () float32; 0 where both are zeros."""
+    """Norm of the difference over the norm of the wanted tensor, () float32; 0 where both are zeros."""
     difference = F.mse_loss(actual.float(), wanted).sqrt()
     return difference / wanted.square().mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)

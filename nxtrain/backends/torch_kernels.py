@@ -202,7 +202,7 @@ class FusedKernels(PlainKernels):
 
 
 class SavingProduct(torch.autograd.Function):
-    """`Kernels.linear` that saves its arguments as they are, and of a frozen weight no input.
+    """Autograd function of `Kernels.linear` that saves no copies; beside a frozen weight, the input is not saved.
 
     Autograd's own function saves the transposed weight, and copies that a product makes of its arguments.
     """
@@ -225,7 +225,7 @@ class SavingProduct(torch.autograd.Function):
 
 
 def constant_means(betas: tuple[float, float], step: Tensor) -> tuple[MeanDecay, MeanDecay]:
-    """Weights of both running means under betas that are those of all updates; `step` as of `bias_correction`."""
+    """Weights of AdamW's running means under constant betas; `step` is the argument of `bias_correction`."""
     beta1, beta2 = betas
     first = MeanDecay(beta1, 1.0 - beta1, bias_correction(beta1, step))
     return first, MeanDecay(beta2, 1.0 - beta2, bias_correction(beta2, step))
@@ -399,7 +399,7 @@ def cross_entropy(
 
 
 def _taught(targets: Tensor, columns: VocabColumns) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Columns of the tokens of a teacher in this rank's logits.
+    """Columns in this rank's logits of the tokens of each target with a teacher.
 
     Args:
         targets: (T, 2R), as of `Kernels.cross_entropy`.

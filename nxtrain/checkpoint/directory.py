@@ -53,7 +53,7 @@ def step_path(directory: Path, step: int) -> Path:
 
 
 def step_names(steps: Iterable[int]) -> str:
-    """Names of the checkpoints of steps, for people."""
+    """Names of the checkpoints of some steps, as text for a message."""
     return ", ".join(step_path(Path(), step).name for step in steps)
 
 
@@ -171,7 +171,7 @@ def clear(directory: Path, target: str = "") -> None:
 
 
 def discard(staged: Path) -> None:
-    """Remove a folder; on a failing disk as much of it as possible."""
+    """Remove a folder; on a failing disk, remove as many files as possible."""
     shutil.rmtree(staged, ignore_errors=True)
 
 

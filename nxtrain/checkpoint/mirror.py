@@ -1,4 +1,4 @@
-"""Mirror of a run's checkpoints, in a folder or in S3, which outlives the disks of nodes.
+"""Mirror of a run's checkpoints, in a folder or in object storage, which outlives the disks of nodes.
 
 A mirrored checkpoint is complete when it has a `meta.json`, which is written last and deleted first. Files are verified
 during the upload.
@@ -122,7 +122,7 @@ class Mirror:
 
 
 def locate_checkpoint(address: str | Path) -> Location:
-    """Find the checkpoint at a path or an S3 address, which may also be a mirror or a run folder."""
+    """Find the checkpoint at a path or an address, which may also be a mirror or a run folder."""
     location = location_of(str(address))
     if isinstance(location, Path):
         try:
@@ -140,7 +140,7 @@ def locate_checkpoint(address: str | Path) -> Location:
 
 
 def choice_of(address: str | Path, checkpoint: Location) -> str:
-    """Warning for people if `locate_checkpoint` passed over newer checkpoints; else empty."""
+    """Warning if `locate_checkpoint` passed over newer checkpoints; else empty."""
     asked = location_of(str(address))
     if not isinstance(checkpoint, Path) or is_same(asked, checkpoint):
         return ""

@@ -87,7 +87,7 @@ class ResumePlanner:
                 return self._sources
 
     def quarantine(self, error: DamagedError) -> str:
-        """Quarantine the chosen checkpoint, which is damaged, and return a description for people.
+        """Quarantine the chosen checkpoint, which is damaged, and return a message.
 
         An unreadable checkpoint keeps its name, and the previous checkpoint is tried.
         """

@@ -139,7 +139,7 @@ def evaluate(
     visible_cores: Cores = "",
     as_json: AsJson = False,
 ) -> None:
-    """Measure a trained model by tasks that need no network, by those of the lm-evaluation-harness, or on pairs.
+    """Measure a trained model by tasks that need no network, by tasks of the lm-evaluation-harness, or on pairs.
 
     Results are added to evaluations.jsonl of the run folder; what is there already is not computed again. Under
     torchrun, the ranks share the requests, or with --tp the model, and the first one prints.

@@ -109,7 +109,7 @@ def launch(
 
 
 def _check_options(target: str, nproc: int | None, is_given: Mapping[str, bool]) -> None:
-    """Refuse options that mean nothing to a target: `--out` without --target would start the run.
+    """Refuse options that a target ignores. An ignored `--out`, without --target, would start the run.
 
     Raises:
         ConfigError: An option is for other targets.

@@ -340,7 +340,7 @@ def cache_ls(where: CacheFolder = None, as_json: AsJson = False) -> None:
 
 @cache.command("verify", epilog="Example: nxtrain cache verify configs/llama2_7b_trn1.toml")
 def cache_verify(where: CacheFolder = None) -> None:
-    """Hold every done entry to its hashes; new ones get them, damaged ones go to the quarantine (exit code 5)."""
+    """Compare every finished entry with its hashes, hash new entries, and quarantine damaged ones (exit code 5)."""
     from nxtrain.tools.compile.commands import verify
 
     verify(where)

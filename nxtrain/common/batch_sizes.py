@@ -77,7 +77,7 @@ class BatchSizes:
         return rows
 
     def steps_for(self, rows: float) -> int:
-        """Fewest updates that see so many sequences."""
+        """Fewest updates that consume a number of sequences."""
         begin = 0
         for end, batch in self.stages:
             if self.before(end) >= rows:

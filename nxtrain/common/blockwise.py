@@ -37,13 +37,21 @@ class BlockwiseKernel(ABC):
 
     @abstractmethod
     def height(self, num_slots: int, num_experts: int) -> int:
-        """Rows of a block, by the most slots that the experts compute."""
+        """Choose the rows of a block for a number of slots that the experts compute at most."""
 
     @abstractmethod
     def products(
         self, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, blocks: ExpertBlocks
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(T, D), (T, E) float32, (E * 2F, D), (D, E * F) to (T, D), and two tensors that `gradients` needs."""
+        """Compute the sums, (T, D), and two tensors that `gradients` needs.
+
+        Args:
+            x: (T, D), tokens.
+            weights: (T, E) float32, weight of each expert for each token.
+            gate_up: (E * 2F, D).
+            down: (D, E * F).
+            blocks: Tokens and expert of each block.
+        """
 
     @abstractmethod
     def gradients(  # 8 arguments: those of `products`, with the gradient of its result and what it has kept
@@ -56,4 +64,9 @@ class BlockwiseKernel(ABC):
         blocks: ExpertBlocks,
         kept: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Gradients of the first four arguments of `products`, by that of its result, (T, D)."""
+        """Compute the gradients of the first four arguments of `products`.
+
+        Args:
+            grad: (T, D), gradient of the sums.
+            kept: Tensors that `products` returned beside the sums.
+        """

@@ -118,7 +118,7 @@ class Dimensions:
 
     @cached_property
     def dense(self) -> Dimensions:
-        """Dimensions of a model whose blocks are all those without experts."""
+        """Dimensions of a model in which no block has experts."""
         return replace(self, mixture=None, dense_layers=())
 
     @property

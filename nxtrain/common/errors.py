@@ -151,7 +151,7 @@ class StoppedBySignal(NxtrainError):
 
 
 def explained(error: Exception) -> NxtrainError | None:
-    """Translate an exception of the system or of another package for people; None for a defect of nxtrain."""
+    """Translate an exception of the system or of another package into an error of nxtrain; None for a defect."""
     if isinstance(error, NxtrainError):
         return error
     if isinstance(error, ImportError):

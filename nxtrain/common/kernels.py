@@ -324,7 +324,7 @@ class Kernels(ABC):
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, ranges: KeyRanges
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values that `attend` got, perhaps with other keys as well.
+        """Gradients of the queries, keys and values of `attend`; `log_sums` may include further keys.
 
         The gradients are in float32 or in the type of `q`.
 

@@ -29,7 +29,7 @@ class Head(Protocol):
     scale: Callable[[], Tensor] | None
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Sum of the tokens' cross entropies, or each: (S/tp, B, D), (S, B) to (), or to (S, B)."""
+        """Cross entropy: (S/tp, B, D), (S, B) to the sum over tokens, (), or to one of each token, (S, B)."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class ContextAttention(ABC):
 
     @abstractmethod
     def learn(self, uploaded: Tensor, starts: Tensor) -> None:
-        """Note the documents of whole sequences, which every rank has read, before attention to them.
+        """Register the documents of whole sequences, which every rank has read, before attention to them.
 
         Args:
             uploaded: (B, S) `starts` at the positions of this rank, on the device. The note ends with this tensor.
@@ -80,7 +80,7 @@ class RingAttention(ABC):
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of this rank's queries, keys and values, by that of the output."""
+        """Gradients of this rank's queries, keys and values, from the gradient of the output."""
 
 
 class RouterLosses(ABC):
@@ -90,7 +90,7 @@ class RouterLosses(ABC):
     def add_to(
         self, loss: Tensor, routing: Tensor, targets: Tensor, scale: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Add the gradient of the routers' losses to that of a loss, whose value stays.
+        """Add the routers' losses to a loss, for the gradient alone: the value of the loss stays.
 
         Args:
             loss: (), sum of this rank's cross entropies.

@@ -128,10 +128,10 @@ ALIASES: dict[str, str] = _TABLES["aliases"]
 """Short names of machines."""
 
 GPUS = {name: GpuPeaks(**_values(cells)) for name, cells in _TABLES["gpus"].items()}
-"""Peaks of GPUs by words of their names."""
+"""Peak speeds of GPUs, by words in the names of the GPUs."""
 
 _OTHER_BOARDS = re.compile(r"\b(MIG|Laptop|Max-Q|Ti|SUPER|D)\b")
-"""Words of boards and of shares of boards whose peak is lower or higher than that of their namesake."""
+"""Words in names of boards, or of shares of a board, whose peak differs from that of the board without the word."""
 
 
 def gpu_peaks(name: str) -> GpuPeaks | None:

@@ -15,7 +15,7 @@ IGNORE_INDEX = -100
 """Target that every loss ignores; torch's own choice in `cross_entropy`."""
 
 PROBABILITY_UNITS = 1 << 24
-"""Units of a probability among targets: float32 has each number of units exactly."""
+"""Units in the probability 1 of a target; float32 represents every number of units exactly."""
 
 PROMPT_BIT = 1 << 30
 """Mark on an id in a row of data: the token is part of a prompt, and not a target."""
@@ -31,7 +31,7 @@ ID_MASK = END_BIT - 1
 
 
 def true_targets(targets: Tensor) -> Tensor:
-    """True targets, (B, S), of targets that may have the tokens of a teacher, (B, 2R, S)."""
+    """True tokens of targets, (B, S) to the same, or (B, 2R, S) with a teacher to (B, S)."""
     if targets.dim() == 2:  # noqa: PLR2004 - rows and positions
         return targets
     return targets[:, 0]

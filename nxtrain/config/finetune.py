@@ -48,15 +48,18 @@ def finetune(config: RunConfig, *, has_weights: bool = True) -> Iterator[Problem
 
 
 def _teacher(config: RunConfig) -> Iterator[Problem]:
-    """Problems of the tokens of a teacher."""
+    """Problems of distillation from the tokens of a teacher."""
     data, key = config.data, "data.teacher"
     if not data.teacher:
         if data.teacher_k:
-            reason = f"{data.teacher_k} tokens of a teacher, and data.teacher names none"
+            reason = f"{data.teacher_k} tokens of a teacher, but data.teacher is empty"
             yield Problem("data.teacher_k", reason, hint="set data.teacher, or leave data.teacher_k out")
+        if data.teacher_weight != type(data).model_fields["teacher_weight"].default:
+            reason = f"{data.teacher_weight} of the loss for a teacher, but data.teacher is empty"
+            yield Problem("data.teacher_weight", reason, hint="set data.teacher, or leave data.teacher_weight out")
         return
     if not data.teacher_k:
-        yield Problem("data.teacher_k", "0 tokens of a teacher teach nothing", hint="give that of data.teacher")
+        yield Problem("data.teacher_k", "0, but data.teacher needs tokens", hint="set the --k of the file")
     if data.source != "tokens" or data.mixture:
         reason = "has a row for each row of one file of data.source=tokens, but "
         reason += "data.mixture has several" if data.mixture else f"data.source={data.source}"

@@ -51,10 +51,13 @@ class FinetuneConfig(Section):
 
     @property
     def compares(self) -> bool:
-        """True if the objective is on whole answers."""
+        """True if the objective compares whole answers: dpo, orpo or kto."""
         return self.objective != "sft"
 
     @property
     def stores_reference(self) -> bool:
-        """True if the reference is computed before training: where it is not what the frozen weights compute."""
+        """True if log-probabilities of the reference are stored before training.
+
+        Without them, the frozen weights below new adapters are the reference.
+        """
         return self.objective in {"dpo", "kto"} and (not self.adapts or bool(self.adapter))

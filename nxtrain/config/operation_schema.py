@@ -49,7 +49,7 @@ class CompileConfig(Section):
     optlevel: int = Field(default=0, ge=0, le=3)
     """Optimization level of Neuron's compiler, 1 to 3; 0: the default of the compiler or of TorchNeuron."""
     max_recompiles: NonNegativeInt = 3
-    """Times that work of a known kind may compile new graphs before the next ends the run; 0: the first does."""
+    """Most times that work which is already compiled may compile another graph; one more ends the run."""
     torch_compile: Literal[False, True, "step"] = False
     """torch.compile of each block, on CUDA and TorchNeuron also of loss and update; step: of the whole pass, in which
     parallel.shard gathers parameters; PyTorch/XLA compiles anyway."""

@@ -1,4 +1,4 @@
-"""Keys of weight decay and betas that change over a run, and the rules between them."""
+"""Keys of [optim] for schedules of weight decay and betas, and the rules between them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class BetaPiece(Section):
     """An entry of optim.beta1_pieces, beta2_pieces or muon_momentum_pieces."""
 
     steps: Annotated[int, Field(gt=0, le=1 << 20)]
-    """Number of updates; the device holds the values of all of them."""
+    """Number of updates; the device holds a value for each."""
     to: Beta
-    """Value at the last of them; the first piece begins at the key without pieces."""
+    """Value at the last of these updates; the first piece begins at the key without `_pieces`."""
     shape: Literal["linear", "cosine", "sqrt", "constant"] = "linear"
-    """Way from the value before; constant: the new value from the first update on."""
+    """Curve from the value before to the new one; constant: the new value from the first update on."""
 
 
 class DecayPiece(BetaPiece):
@@ -44,7 +44,7 @@ class RuleSchedulesConfig(ScheduleConfig):
 
 
 def rule_schedule_problems(optim: RuleSchedulesConfig) -> Iterator[Problem]:
-    """Problems of numbers of the update rule that change."""
+    """Problems of the schedules of weight decay and betas."""
     if optim.weight_decay_schedule != "constant" and not optim.highest_lr:
         reason = f"{optim.weight_decay_schedule} divides by the highest learning rate, which is 0"
         yield Problem("optim.weight_decay_schedule", reason, hint="use a positive optim.lr, or constant")

@@ -14,7 +14,7 @@ Ratio = Annotated[float, Field(ge=0, lt=1)]
 Curve = Literal["linear", "cosine", "sqrt"]
 
 WSD_DECAY_RATIO = 0.1
-"""Share of the run that wsd decays over if nothing else is said. Source: Hu et al. 2024 (arXiv:2404.06395) 4.2."""
+"""Default share of the run over which wsd decays. Source: Hu et al. 2024 (arXiv:2404.06395) 4.2."""
 
 
 class PieceConfig(Section):
@@ -25,7 +25,7 @@ class PieceConfig(Section):
     lr: NonNegativeFloat
     """Learning rate at the end of the piece; the course begins at 0."""
     shape: Literal["linear", "cosine", "sqrt", "constant"] = "linear"
-    """Way from the rate before to lr; constant: lr from the first step on."""
+    """Curve from the rate before to lr; constant: lr from the first step on."""
 
 
 class ScheduleConfig(Section):
@@ -62,11 +62,11 @@ class ScheduleConfig(Section):
         return self.lr
 
     def num_warmup_steps(self, steps: int) -> int:
-        """Length of the warmup in a run of so many steps."""
+        """Number of warmup steps in a run of some number of steps."""
         return self.warmup_steps or round(self.warmup_ratio * steps)
 
     def num_decay_steps(self, steps: int) -> int:
-        """Length of wsd's decay in a run of so many steps."""
+        """Number of steps of wsd's decay in a run of some number of steps."""
         return self.decay_steps or round((self.decay_ratio or WSD_DECAY_RATIO) * steps)
 
 

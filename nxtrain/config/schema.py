@@ -171,7 +171,7 @@ class ParallelConfig(Section):
 
     @property
     def degrees(self) -> str:
-        """Degrees in lines for people; cp and ep are named where they are used."""
+        """Degrees of parallelism as text; cp and ep appear only above 1."""
         context = "" if self.cp == 1 else f"cp={self.cp} "
         return f"tp={self.tp} {context}pp={self.pp} dp={self.dp}" + ("" if self.ep == 1 else f" ep={self.ep}")
 
@@ -276,11 +276,12 @@ class DataConfig(Section):
     """tokenizer.json or its folder; empty: that of the weights of model.init=hf or checkpoint.resume, else a byte-level
     BPE of the model's vocab_size, trained on the data."""
     teacher: CorpusPlace = ""
-    """.npy with the most likely tokens of a teacher for each target of source=tokens, to which the loss compares."""
+    """.npy file of nxtrain data teach, for distillation: the most likely tokens of a teacher for each target of
+    source=tokens."""
     teacher_k: Annotated[int, Field(ge=0, le=1024)] = 0
     """Tokens of data.teacher for each target."""
     teacher_weight: float = Field(default=1.0, gt=0, le=1)
-    """Share of data.teacher in the loss; the rest is the likelihood of the target."""
+    """Weight of the teacher's tokens in the loss; the true token has the rest."""
     packing: Literal["concat", "best_fit"] = "concat"
     """Documents end to end, or fitted whole into rows."""
     doc_mask: bool = False

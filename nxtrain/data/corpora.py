@@ -1,4 +1,4 @@
-"""Files of which a run makes a corpus: the Python standard library, or those below a folder or of a glob.
+"""Source files of a run's corpus: the Python standard library, a folder, or files that match a pattern.
 
 Every entry that is skipped or cannot be read is reported.
 """

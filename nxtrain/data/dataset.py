@@ -167,7 +167,7 @@ def count_rows(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path)
         return _open_stream(path, seq_len).num_rows, path
     location = location_of(config.path)
     if not isinstance(location, Path):
-        raise DataError(f"{location} is in S3, from which a start reads")
+        raise DataError(f"{location} is in object storage, and its rows are counted when a run starts")
     return FileSamples(open_file(location, Path()), seq_len=seq_len, vocab_size=vocab_size).num_rows, location
 
 

@@ -110,7 +110,7 @@ class Batch:
     swapped: Batch | None = None
 
     def without(self, is_left_out: NDArray[np.bool_]) -> Batch:
-        """The same batch in which some rows have no targets; (num_micro, micro_batch, 1) True for those."""
+        """Copy of the batch without targets in the rows of a mask, (num_micro, micro_batch, 1)."""
         targets = np.where(is_left_out, IGNORE_INDEX, self.targets)
         answers, swapped = self.answers, self.swapped
         if answers is not None:

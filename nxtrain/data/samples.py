@@ -81,7 +81,11 @@ class Samples(ABC):
         return {}
 
     def with_teacher(self, targets: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Targets of the rows at indices, (..., S), with the tokens of a teacher if there is one: (..., 2R, S)."""
+        """Mix the targets of the rows at indices, (..., S), with the tokens of a teacher, if the run has one.
+
+        Returns:
+            The targets as they are, or (..., 2R, S): R token ids of each target, then R probabilities in units.
+        """
         del indices
         return targets
 
@@ -101,7 +105,7 @@ class TableSamples(Samples):
     Args:
         answers: Rows are of answers; None: of other documents.
         has_reference: Answers have a reference of zeros.
-        teacher_k: Tokens of a teacher for each target, all without a share; 0: there is no teacher.
+        teacher_k: Tokens of a teacher for each target; 0: there is no teacher.
     """
 
     def __init__(
@@ -118,7 +122,7 @@ class TableSamples(Samples):
         return self._table[indices].astype(np.int64)
 
     def with_teacher(self, targets: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Targets with zeros for the tokens of a teacher; without one, as they are."""
+        """Repeat the targets in place of the tokens of a teacher; without a teacher, return the targets."""
         del indices
         if not self._teacher_k:
             return targets

@@ -217,7 +217,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def refusing(path: Path) -> Iterator[None]:
-    """Turn a failed write into an error for people, with the errors of `replacing`."""
+    """Translate a failed write within this context into an error of nxtrain."""
     try:
         yield
     except OSError as error:

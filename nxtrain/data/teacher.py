@@ -1,9 +1,9 @@
-"""Rows with the most likely tokens of a teacher for each target, from a file next to the rows.
+"""Knowledge distillation from a file with the K most likely tokens of a teacher model for each target.
 
-The file is a .npy table of integers with a row for each row of ids: K rows of S ids, then K rows of S probabilities in
-units of 2^-24, end to end.
+The file is a .npy table of integers with a row for each row of ids. A row has K x S token ids, then the K x S
+probabilities of these tokens in units of 2^-24.
 
-Source: Hinton et al. 2015 (arXiv:1503.02531) for the loss, here with the probabilities of K tokens over their sum.
+Source: Hinton et al. 2015 (arXiv:1503.02531) for the loss. Here the K probabilities are divided by their sum.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nxtrain.data.storage import DataFile
 
 
 class TaughtSamples(Samples):
-    """Rows of ids with the tokens of a teacher.
+    """Rows of ids whose targets are distributions: the true token, and the K most likely tokens of a teacher.
 
     Args:
         samples: The rows of ids.
@@ -41,7 +41,7 @@ class TaughtSamples(Samples):
         return self._samples.rows(indices)
 
     def with_teacher(self, targets: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Targets with the tokens of the teacher; see `Samples.with_teacher`.
+        """Mix the targets of some rows with the tokens of the teacher; see `Samples.with_teacher`.
 
         Raises:
             DataError: An id of the teacher is outside of the vocabulary.
@@ -55,10 +55,10 @@ class TaughtSamples(Samples):
 
 
 def open_teacher(file: DataFile, *, seq_len: int, k: int, expected: str | None = None) -> FileSamples:
-    """Open the table of a teacher; arguments as of `FileSamples`, and K.
+    """Open the table of a teacher; `k` is the number of tokens, and the others are arguments of `FileSamples`.
 
     Raises:
-        DataError: The file is no table of K tokens for each of S targets.
+        DataError: The file is not a table of K tokens for each of S targets.
     """
     _, shape, _ = header(file)
     width = 2 * k * seq_len
@@ -73,21 +73,22 @@ def open_teacher(file: DataFile, *, seq_len: int, k: int, expected: str | None =
 def mixed(
     targets: NDArray[np.int64], ids: NDArray[np.int64], units: NDArray[np.int64], weight: float
 ) -> NDArray[np.int64]:
-    """Targets with the tokens of a teacher: (..., S) to (..., 2 (1 + K), S), ids and then probabilities in units.
+    """Mix true targets with the tokens of a teacher: (..., S) to (..., 2 (1 + K), S).
 
-    The probabilities of a target have the sum 1, to the last unit. A target without tokens of the teacher is alone.
+    The result has 1 + K token ids of each target, the true one first, and then their probabilities in units. The units
+    of a target add up to 1 exactly. Where all units of the teacher are 0, the true token has the probability 1.
 
     Args:
-        targets: (..., S), the true tokens, whose share is the rest.
-        ids: (n, K, S), tokens of the teacher; n rows have the shape of all but the last dimension.
-        units: (n, K, S), their probabilities in units.
-        weight: Share of the teacher's tokens.
+        targets: (..., S), true tokens, whose probability is 1 - `weight`.
+        ids: (n, K, S), tokens of the teacher; n is the product of all dimensions of `targets` but the last.
+        units: (n, K, S), probabilities of these tokens, in units of 2^-24.
+        weight: Sum of the probabilities of the teacher's tokens in the result.
     """
     rows = targets.reshape(-1, 1, targets.shape[-1])
     sums = units.sum(axis=1, keepdims=True)
     shares = np.floor(units / np.maximum(sums, 1) * (weight * PROBABILITY_UNITS)).astype(np.int64)
     own = np.where(sums > 0, round((1 - weight) * PROBABILITY_UNITS), PROBABILITY_UNITS)
-    # What rounding has left belongs to the teacher's first token.
+    # Units that are lost by rounding go to the first token of the teacher.
     shares[:, :1] += PROBABILITY_UNITS - own - shares.sum(axis=1, keepdims=True)
     result = np.concatenate([rows, ids, own, shares], axis=1)
     return result.reshape(*targets.shape[:-1], *result.shape[1:])

@@ -27,7 +27,7 @@ class ExitCode:
     """Kind of end of a command, with its exit codes.
 
     Args:
-        restart: Use of a new start, for people.
+        restart: Text about the use of a new start.
         helps: True if the same command may succeed when nothing but the machine or the storage changes.
     """
 

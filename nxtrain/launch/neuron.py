@@ -201,7 +201,7 @@ def attention_of(
 
 
 def announced_attention(config: RunConfig, backend: str, environ: Mapping[str, str]) -> AttentionChoice | None:
-    """Attention that a run on a backend of this machine announces; None: it announces none, or its model is wrong."""
+    """Choice of attention that a run on this machine would announce; None if there is none, or the model is invalid."""
     shape, wanted = _shape_of(config), config.backend.attention
     if shape is None:
         return None

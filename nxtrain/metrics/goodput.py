@@ -131,7 +131,7 @@ class Goodput:
         return {key: round(getattr(self, key), 6) for key in keys}
 
     def __str__(self) -> str:
-        """Goodput in one line for people; short parts are omitted unless they concern failures."""
+        """Message with the goodput; short parts are omitted unless they concern failures."""
         steps = f"{self.lost_steps} step{'s' * (self.lost_steps != 1)}"
         parts = {
             f"lost {steps} ({duration(self.lost_s)})": self.starts > 1,

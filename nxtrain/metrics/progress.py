@@ -52,7 +52,7 @@ def open_progress(
 
 
 class ProgressBar:
-    """A live bar on one line; other output of the process appears above it.
+    """Progress bar on one line of the terminal; other output of the process appears above the bar.
 
     A terminal without room for everything gets no elapsed time and a shorter bar or none, because rich would cut the
     numbers instead.

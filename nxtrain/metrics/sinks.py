@@ -148,7 +148,7 @@ class PrometheusSink:
         self._path, self._run = path, run
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Replace the file."""
+        """Write the file with this record, in place of the record before."""
         replace_text(self._path, text_of(record, self._run), durable=False)
 
     def close(self) -> None:

@@ -110,7 +110,7 @@ class Dropout:
         return self._layers[-1]
 
     def attach(self, model: nn.Module, parts: Sequence[int]) -> None:
-        """Count the training passes through each part of a model, by those through its first block.
+        """Count the training passes through each part of a model, at the first block of the part.
 
         Args:
             model: A `CausalLM` with the layers.

@@ -1,4 +1,4 @@
-"""Initial weights of a model, drawn on the host, bit for bit the same for every layout.
+"""Initial weights of a model, drawn on the host, with the same bits in every layout.
 
 A tensor is drawn in tiles, each from a counter-based generator keyed by the seed, the tensor's global name and the
 tile's position. A rank draws only the tiles that overlap its shard, so no process ever holds a whole model. A weight

@@ -166,7 +166,7 @@ def _adapt_layer(
 
 
 def _adapt_experts(experts: Experts, config: FinetuneConfig, tp: TensorParallel, switch: _Switch) -> Sequence[int]:
-    """Add the adapters of experts whose targets are named, and return the widths of what is adapted."""
+    """Add the adapters of the experts' matrices in `targets`; return the sizes of the adapted matrices."""
     widths: list[int] = []
     for target, module in zip(EXPERT_TARGETS, (experts.gate_up_proj, experts.down_proj), strict=True):
         if target not in config.targets:
@@ -253,7 +253,7 @@ def _column_product(layer: Any, x: Tensor, *columns: Tensor) -> Tensor:
 
 
 def _column_update(layer: Any, out: Tensor, columns: Tensor) -> Tensor:
-    """Share of the adapters in an output, from their columns: (T, B, n R) to (T, B, O/tp)."""
+    """Output of the adapters of a column layer, from the outputs of their A: (T, B, n R) to (T, B, O/tp)."""
     adapters: _Adapters = layer.adapters
     parts = columns.split(adapters.r, dim=-1)
     rows = layer.lora_B.split([layer.split_sizes[index] for index in adapters.chosen])

@@ -127,7 +127,7 @@ class SavedTensors:
             copy.here = None
 
     def await_return(self) -> None:
-        """Let the device wait until all tensors are there, and begin to bring back those of the call before."""
+        """Let the device wait until all tensors have returned, and begin to return those of the call before."""
         self.begin_return()
         if self._arrived is not None:
             torch.accelerator.current_stream().wait_event(self._arrived)
@@ -137,7 +137,7 @@ class SavedTensors:
             before.begin_return()
 
     def begin_return(self) -> None:
-        """Begin to bring back all tensors, unless they are there or on their way."""
+        """Begin to copy all tensors back to the device, unless they are there or being copied."""
         if self._transfers.newest is self:
             self._transfers.newest = None
         away = [copy for copy in self._copies if copy.here is None]

@@ -33,7 +33,7 @@ def linear_frequencies(scaling: LinearScaling, head_dim: int, theta: float) -> T
 def dynamic_frequencies(
     scaling: DynamicScaling, head_dim: int, theta: float, seq_len: int, original_length: int
 ) -> Tensor:
-    """Frequencies of a base that grows with the length; up to the original length they are those without a scaling.
+    """Frequencies of a base that grows with the sequence beyond the original length; below, there is no scaling.
 
     Source: Peng et al. 2023 (arXiv:2309.00071) section 3.1, definition 1, and section 3.3.
 

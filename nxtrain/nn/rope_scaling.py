@@ -1,4 +1,4 @@
-"""Scalings of the rotary embedding, for sequences longer than those of the original training.
+"""Scalings of the rotary embedding, for longer sequences than in the original training.
 
 A class is a `rope_type` of transformers; names, meanings and defaults are those of `rope_parameters` there. The
 frequencies are computed in `nxtrain.nn.rope`. This module works without torch, so that any machine can check a

@@ -169,7 +169,7 @@ class AdamW:
             self._average(step, skip)
 
     def _average(self, step: Tensor, skip: Tensor | None) -> None:
-        """Add the new weights to their running mean, which is the mean of all steps while these are few.
+        """Add the new weights to their running mean; in the first steps, this is the plain mean of all steps.
 
         Args:
             step: () float32, number of the update, counted from 1.
@@ -244,7 +244,7 @@ class AdamW:
             yield name, direction
 
     def _rate_of(self, name: str, lr: Tensor) -> Tensor:
-        """Learning rate of a parameter, given that of the schedule."""
+        """Learning rate of a parameter, from the learning rate of the schedule."""
         return lr
 
     def _weight_decay_of(self, name: str, lr: Tensor) -> float | Tensor:
@@ -285,7 +285,7 @@ def _zeros(
     put: Callable[[Tensor], Tensor],
     device: torch.device | None,
 ) -> dict[str, Tensor]:
-    """Zeros shaped like shards, made on a device; None: made on the host, and put on theirs."""
+    """Zeros shaped like shards, on a device; None: on the device of each shard, from zeros of the host."""
     if device is not None:
         return {name: torch.zeros(shard.shape, dtype=dtype, device=device) for name, shard in shards.items()}
     return {name: put(torch.zeros(shard.shape, dtype=dtype)) for name, shard in shards.items()}

@@ -53,7 +53,7 @@ class HostCopies:
         return self._grads
 
     def send(self) -> None:
-        """Begin to copy the parameters back. What the device does afterwards sees them, as does the next `fetch`."""
+        """Begin to copy the parameters back; later work of the device, and the next `fetch`, wait for the copies."""
         for name, shard in self._shards.items():
             shard.copy_(self.params[name], non_blocking=True)
 

@@ -16,7 +16,7 @@ EPS = 1e-7
 
 
 def orthogonalize(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Apply the polynomial `steps` times to the singular values of a matrix over its norm, and keep its vectors.
+    """Apply the polynomial `steps` times to the singular values of a matrix over its norm; singular vectors stay.
 
     Five steps bring singular values above 2e-3 of the norm to between 0.68 and 1.21. A matrix of zeros stays zero.
 

@@ -14,17 +14,18 @@ from nxtrain.config.schema import OptimConfig
 from nxtrain.optim.schedule import Schedule, rule_schedules
 
 SMALLEST_BETA = 1e-30
-"""Beta in place of 0, whose logarithm is infinite; after one such update the bias correction is 1 in float32."""
+"""Least beta in logarithms, since that of 0 is infinite; after one such update the bias correction is 1."""
 
 
 class RuleNumbers:
     """Weight decay and betas as functions of the number of the update.
 
-    The values of all updates with pieces are a table on the device, where the number of the update is the index. So a
-    resumed run goes on exactly, an update that was none is not counted, the host reads nothing, and graphs stay.
+    The values of all updates of the schedule are a table on the device, where the number of the update is the index.
+    The number is a tensor of the optimizer's state. So a resume is exact, a skipped update does not count, the host
+    reads nothing, and graphs do not change.
 
     Args:
-        optim: Keys of the numbers.
+        optim: Keys of [optim].
         put: Copies a host tensor to the device.
     """
 
@@ -64,13 +65,21 @@ class RuleNumbers:
         return decay
 
     def means(self, step: Tensor) -> tuple[MeanDecay, MeanDecay] | None:
-        """Weights of the running means of AdamW if a beta changes; `step` as of `weight_decay`."""
+        """Weights of AdamW's running means in an update; None if both betas are constant.
+
+        Args:
+            step: As for `weight_decay`.
+        """
         if "beta1" not in self._tables:
             return None
         return self._mean("beta1", step), self._mean("beta2", step)
 
     def momentum(self, step: Tensor) -> tuple[float | Tensor, float | Tensor]:
-        """Weights of Muon's running mean before, and of the new gradient; `step` as of `weight_decay`."""
+        """Weights of Muon's running mean and of the new gradient in an update.
+
+        Args:
+            step: As for `weight_decay`.
+        """
         if "muon_momentum" not in self._tables:
             return self._optim.muon_momentum, 1.0 - self._optim.muon_momentum
         mean = self._mean("muon_momentum", step)
@@ -84,14 +93,14 @@ class RuleNumbers:
 
 
 def _values(schedule: Schedule) -> list[float]:
-    """Values before the first update and of every update with pieces, or of one."""
+    """Values before the first update, and of every update of a schedule; two equal values of a constant."""
     values = list(schedule.values())
-    if len(values) == 1:  # XLA folds the value of a single number into a graph
+    if len(values) == 1:  # XLA folds a table of one value into the graph as a constant
         return values * 2
     return values
 
 
 def _row(table: Tensor, step: Tensor) -> tuple[Tensor, ...]:
-    """Values of an update, from a table by number and update; after the last one, those of the last one."""
+    """Column of a table for an update; after the last column, the last one."""
     index = step.clamp(max=table.shape[1] - 1.0).to(torch.int32).view(1)
     return table.index_select(1, index).flatten().unbind()

@@ -1,4 +1,4 @@
-"""Learning rate of each step: pieces, one after another."""
+"""Schedule of the learning rate, of the weight decay or of a beta: pieces, one after another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Shape = Literal["linear", "cosine", "sqrt", "constant", "inverse_sqrt"]
 
 @dataclass(frozen=True)
 class Piece:
-    """Way of the learning rate from the value before to another.
+    """Change of the learning rate, or of another scheduled value, over some steps.
 
     Args:
         steps: Length.
@@ -52,7 +52,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Pieces of the learning rate; after the last one, its rate stays.
+    """Schedule of the learning rate, or of another value; the value at the end of the last piece stays.
 
     Args:
         pieces: The pieces, in order.
@@ -73,7 +73,7 @@ class Schedule:
 
     @classmethod
     def of_keys(cls, optim: ScheduleConfig, steps: int, rewarm_after: int | None = None) -> Schedule:
-        """Schedule of its keys in a run of so many steps."""
+        """Schedule of the learning rate by the keys of [optim], in a run of so many steps."""
         if optim.schedule == "pieces":
             given = tuple(Piece(piece.steps, piece.lr, piece.shape) for piece in optim.pieces)
             return cls(given, 0.0, rewarm_after, optim.rewarm_steps)
@@ -85,7 +85,7 @@ class Schedule:
 
     @classmethod
     def constant(cls, lr: float) -> Schedule:
-        """The same learning rate in every step."""
+        """Schedule with the same value in every step."""
         return cls((), lr)
 
     def at(self, step: int) -> float:
@@ -96,7 +96,7 @@ class Schedule:
         return rate
 
     def values(self) -> Iterator[float]:
-        """Learning rates before the first update and of every update, up to the last of the pieces."""
+        """Values before the first update, and of every update up to the end of the last piece."""
         yield self.first
         for _, first, piece in self._begun():
             yield from (piece.at(done, first) for done in range(1, piece.steps + 1))
@@ -119,7 +119,7 @@ class Schedule:
         return rate
 
     def _begun(self) -> Iterator[tuple[int, float, Piece]]:
-        """Each piece, with the step before its first, and the rate there."""
+        """Pieces, each with the last step before the piece, and the value at that step."""
         begin, rate = 0, self.first
         for piece in self.pieces:
             yield begin, rate, piece
@@ -127,7 +127,10 @@ class Schedule:
 
 
 def rule_schedules(optim: OptimConfig) -> dict[str, Schedule]:
-    """Schedules of the other numbers of the update rule that change, by name; a value has the name `lr` in them."""
+    """Schedules of weight decay, betas and momentum, by name, if they change.
+
+    A value is the `lr` of its `Piece`.
+    """
     given = {
         "weight_decay": (optim.weight_decay, optim.weight_decay_pieces),
         "beta1": (optim.betas[0], optim.beta1_pieces),
@@ -142,7 +145,7 @@ def rule_schedules(optim: OptimConfig) -> dict[str, Schedule]:
 
 
 def numbers_of_update(optim: OptimConfig, step: int, lr: float) -> OptimConfig:
-    """Keys whose weight decay and betas are those of an update of AdamW.
+    """Copy of the keys of [optim], with the weight decay and the betas of one update of AdamW.
 
     Args:
         optim: Keys of the run.

@@ -1,4 +1,6 @@
-"""Experts by a device's own kernel, which gathers the rows of blocks, computes and adds up in one call.
+"""Feed-forwards of experts by a fused kernel of the device.
+
+One call gathers the tokens of each block, computes its expert, and adds the outputs up.
 
 Shapes: T tokens, k experts of a token, D hidden, F intermediate of this rank, E experts of this rank.
 """
@@ -23,7 +25,7 @@ def by_kernel(  # 6 arguments: tokens, their routing, the experts, the bound of 
     Args:
         weights: (T, k) float32.
         indices: (T, k) integers, expert of each slot; E for the experts of other ranks.
-        experts: Matrices alone.
+        experts: Matrices without biases, adapters and clamped units.
         most_slots: Most slots that this rank's experts compute.
     """
     num_experts = experts.number
@@ -38,7 +40,7 @@ def by_kernel(  # 6 arguments: tokens, their routing, the experts, the bound of 
 
 
 class _Blockwise(torch.autograd.Function):
-    """`BlockwiseKernel.products`, whose backward pass is `BlockwiseKernel.gradients`."""
+    """Autograd function of `BlockwiseKernel.products` and `BlockwiseKernel.gradients`."""
 
     @staticmethod
     def forward(  # 7 arguments: those of the kernel

@@ -90,7 +90,7 @@ class ContextParallel(ContextAttention):
         return hops_of(ranges.window) if hops_of else _hops_of_rows(self.cut, ranges.window)
 
     def moved(self, positions: Tensor, source: int) -> Tensor:
-        """Positions of another rank, from those of this rank on the device: (T,) int64; nothing is copied there."""
+        """Compute the positions of another rank on the device, from the positions of this rank: (T,) int64."""
         hops = source - self.axis.rank
         if self.cut.layout == "striped":
             return positions + hops
@@ -101,7 +101,7 @@ class ContextParallel(ContextAttention):
         return torch.cat([positions[:piece] + hops * piece, positions[piece:] - hops * piece])
 
     def in_order(self, x: Tensor) -> Tensor:
-        """Rows of all ranks, rank after rank, in the order of their positions: (S, ...) to the same shape."""
+        """Sort rows of all ranks, given rank after rank, by position: (S, ...) to the same shape."""
         if self.cut.layout == "contiguous":
             return x
         if self.cut.layout == "striped":
@@ -249,7 +249,7 @@ def _hops_of_rows(cut: SequenceCut, window: int | None) -> tuple[int, ...]:
 
 
 def _is_seen(cut: SequenceCut, hop: int, first: np.ndarray) -> bool:
-    """True if a rank sees keys of the rank so many hops before; first: (B, S) first position that each query sees."""
+    """True if some rank sees keys of the rank `hop` ranks before; first: (B, S) first position that each query sees."""
     for rank in range(cut.size):
         source = (rank - hop) % cut.size
         for queries, keys in product(cut.positions(rank), cut.positions(source)):

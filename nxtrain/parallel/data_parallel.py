@@ -68,7 +68,7 @@ class Reduction:
 
 
 class Bucketed(DataParallel):
-    """Average of gradients bucket by bucket, each as soon as the last backward pass has finished it.
+    """Average of gradients bucket by bucket, each as soon as the last backward pass has computed its gradients.
 
     Attributes:
         on_local: Called with names and sums of gradients of this rank alone, before their average; None: nothing is.

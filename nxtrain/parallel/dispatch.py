@@ -1,4 +1,4 @@
-"""Dispatch of tokens to experts, on this rank or on those that hold the experts.
+"""Dispatch of tokens to experts, on this rank or on the ranks that hold the experts.
 
 On eager devices, an expert has as many rows as slots, up to the multiple that its products want. The host reads the
 numbers of rows, unless the products read them on the device. A device that records graphs computes blocks of equal
@@ -22,7 +22,7 @@ from nxtrain.parallel.expert_products import ExpertMatrices
 from nxtrain.parallel.slot_rows import SlotRows, block_rows, sorted_rows
 
 EVEN_ROWS = 2
-"""Bound of the rows of blocks, relative to the rows that the most uneven routing needs."""
+"""Most rows of all blocks, relative to the rows that the most uneven routing needs."""
 
 
 def capacity_of(num_slots: int, num_experts: int, factor: float) -> int:
@@ -89,7 +89,9 @@ def static_dispatch(  # 8 arguments: as `dispatch`
     expert_parallel: ExpertParallel | None = None,
     kernel: BlockwiseKernel | None = None,
 ) -> Tensor:
-    """The same as `dispatch`, by operations whose shapes depend on no routing.
+    """Weighted sum over the experts of each token, by operations whose shapes depend on no routing.
+
+    Arguments and result are those of `dispatch`, with a kernel of the device.
 
     Between ranks only blocks of equal size are exchanged. Without a capacity, every rank gets the tokens of all ranks,
     and has rows for the routing that gives its experts the most of them. A kernel of the device computes blocks of

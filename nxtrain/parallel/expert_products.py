@@ -37,7 +37,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class ClampedUnit:
-    """Gated unit (up + 1) * gate * sigmoid(alpha * gate), of a gate up to a limit and values within it.
+    """Gated unit (up + 1) * gate * sigmoid(alpha * gate), with a gate clamped from above and values from both sides.
 
     Args:
         limit: Largest gate, and largest absolute value.
@@ -281,7 +281,7 @@ class BlockProducts(torch.autograd.Function):
 
 
 def _of_blocks(gate_up: Tensor, down: Tensor, num_experts: int, owner: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Matrices of each block: (n, 2F, D) and (n, D, F); without owners, those of each expert."""
+    """Matrices of the expert of each block: (n, 2F, D) and (n, D, F); without owners, one block of each expert."""
     first = gate_up.unflatten(0, (num_experts, -1))
     last = down.unflatten(1, (num_experts, -1)).transpose(0, 1)
     if owner is None:

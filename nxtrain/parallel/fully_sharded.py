@@ -40,17 +40,17 @@ from nxtrain.parallel.loss import VocabHead
 from nxtrain.parallel.precision import Precision
 
 Backward = Literal["before", "after", "none"]
-"""Time at which a backward pass gathers units ahead, next to the gradients of the unit at work."""
+"""Time at which a backward pass prefetches units: before or after the gradients of the present unit, or not."""
 
 
 @dataclass(frozen=True)
 class Prefetch:
-    """Units that are gathered ahead of their use.
+    """Prefetch of units: parameters are gathered ahead of their use.
 
     Args:
-        number: Units; 0: torch's own choice, which is none forward and one backward.
-        forward: Forward passes gather ahead.
-        backward: Backward passes gather ahead before or after the gradients of the unit at work, or not at all.
+        number: Units that are prefetched; 0: torch's choice, which is none forward and one backward.
+        forward: Forward passes prefetch.
+        backward: Backward passes prefetch before or after the gradients of the present unit, or not at all.
     """
 
     number: int = 1
@@ -60,12 +60,12 @@ class Prefetch:
     def apply(
         self, units: Sequence[Sequence[FSDPModule]], embedding: FSDPModule | None, head: FSDPModule | None
     ) -> None:
-        """Set what each unit gathers ahead.
+        """Set the units that each unit prefetches.
 
         Args:
             units: First module of each unit of blocks, with its experts that are units of their own, in the order of
                 the forward pass. The experts are gathered with the unit.
-            embedding, head: The units around the blocks; None: their parameters are gathered with the whole model's.
+            embedding, head: Units before and after the blocks; None: their parameters belong to the unit of the model.
         """
         following = [*units] if head is None else [*units, [head]]
         if self.forward and embedding is not None:
@@ -86,14 +86,14 @@ class Prefetch:
                 # block, whose gradient comes after those of the experts.
                 unit.set_modules_to_backward_prefetch(before)
                 continue
-            unit.set_modules_to_backward_prefetch([unit])  # of no unit at all, torch would gather the one before
+            unit.set_modules_to_backward_prefetch([unit])  # with an empty list, torch would prefetch the unit before
             if self.backward == "after" and before:
                 # After the hook of FSDP, so that the gradient of the input it sees comes before the reduction.
                 cast(nn.Module, unit).register_forward_pre_hook(partial(_gather_ahead, before))
 
 
 def _gather_ahead(units: Sequence[FSDPModule], module: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Hook that gathers units once the gradients of a module are computed, and before these are reduced."""
+    """Hook that prefetches units after the gradients of a module are computed, and before the gradients are reduced."""
 
     def gather(grad: Tensor) -> None:
         for unit in units:
@@ -109,14 +109,14 @@ class Sharding:
     """Settings of the sharding of a model.
 
     Args:
-        mesh: The ranks, (shard,) or (replica, shard).
-        keep_gathered: Blocks stay whole from the forward pass to their backward pass.
-        prefetch: Units that are gathered ahead of their use.
+        mesh: Ranks of the data parallel axis, (shard,) or (replica, shard).
+        keep_gathered: Parameters of blocks stay gathered from the forward pass to the backward pass.
+        prefetch: Prefetch of units.
         offload: Shards are kept in host memory.
         precision: Types of storage, computation and reduction.
         unit_params: Fewest parameters of a unit; adjacent blocks of a chunk with fewer share a unit.
         chunks: Number of blocks of each model chunk.
-        expert_mesh: The ranks that hold the same experts, as `mesh`; None: all ranks hold all experts.
+        expert_mesh: Ranks that hold the same experts, in the form of `mesh`; None: all ranks hold all experts.
     """
 
     mesh: DeviceMesh
@@ -179,7 +179,8 @@ class Sharding:
             self._shard([module], fill, self.expert_mesh, self.keep_gathered)
             unit = cast(FSDPModule, module)
             unit.set_gradient_divide_factor(self.mesh.size())
-            unit.set_force_sum_reduction_for_comms(True)  # torch has other divisors than its own in NCCL alone
+            # Only NCCL averages with another divisor than the size of the mesh.
+            unit.set_force_sum_reduction_for_comms(True)
         return experts
 
     def _shard(
@@ -205,7 +206,7 @@ class Sharding:
 
 
 def embedding_and_head(model: nn.Module) -> tuple[VocabEmbedding | None, VocabHead | None]:
-    """Embedding and output projection of a model, each None on a stage without it; both None for one matrix."""
+    """Embedding and output projection of a model; None on a stage without the layer, and both None if tied."""
     embedding: VocabEmbedding | None = None
     head: VocabHead | None = None
     for module in model.modules():
@@ -233,11 +234,11 @@ def experts_of(block: nn.Module) -> list[nn.Module]:
 
 
 class FullySharded(DataParallel):
-    """Data parallelism in which every rank updates its shards of `fully_shard`.
+    """Data parallelism in which `fully_shard` shards the parameters, and every rank updates its shards.
 
     Args:
-        model: A sharded model.
-        layout: The entries that this rank holds.
+        model: Model that `Sharding.apply` has sharded.
+        layout: Entries of the parameters that this rank holds.
     """
 
     has_whole_parameters = False
@@ -267,6 +268,6 @@ class FullySharded(DataParallel):
         """Do nothing: the next forward pass gathers the shards."""
 
 
-def _local_grad(parameter: DTensor) -> Tensor:  # faults of gradients are injected here
+def _local_grad(parameter: DTensor) -> Tensor:  # a fault point: tests inject bad gradients here
     assert parameter.grad is not None, "every parameter takes part in every step"
     return cast(DTensor, parameter.grad).to_local()

@@ -1,4 +1,4 @@
-"""Gradient noise scale: the batch from which on more sequences per step gain little.
+"""Gradient noise scale: the batch size above which more sequences per step gain little.
 
 The gradient of each data parallel rank is that of a small batch, and their mean that of the global batch. Both norms
 together estimate the norm of the true gradient and the variance of a token's gradient, without a further pass.
@@ -23,7 +23,7 @@ DECAY = 0.98
 
 
 class NoiseScale:
-    """Running means of the two estimates, on the device.
+    """Running means of the squared gradient norm and of the variance, on the device.
 
     Parameters whose gradients a rank holds in part, before sums over tp or pp, are left out of both norms.
 

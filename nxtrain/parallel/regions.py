@@ -91,7 +91,7 @@ def all_to_all(x: Tensor, comm: Collectives, axis: Axis, rows: RowCounts | None 
 
 
 def sum_over(x: Tensor, comm: Collectives, axis: Axis) -> Tensor:
-    """Sum of what every rank has, equal on all ranks; the gradient is that of one rank's own summand.
+    """Sum over the ranks of an axis, equal on all ranks; each rank's summand has the gradient of the sum.
 
     Args:
         x: Summand of this rank; overwritten.

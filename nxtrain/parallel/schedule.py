@@ -53,7 +53,7 @@ _SHORT: dict[Kind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action of a rank, written `F3` for the forward of micro-batch 3, or `F3.1` for the same of chunk 1.
+    """Action of a rank, written `F3` for the forward pass of micro-batch 3, or `F3.1` for that of chunk 1.
 
     `B3` is the backward of micro-batch 3. In a split backward, `B3` computes the gradients of the input, for which
     another rank waits, and `W3` those of the weights.

@@ -34,7 +34,7 @@ def hidden_matrices(model: nn.Module, table: ParamTable) -> dict[str, ShardSpec]
 
 @dataclass(frozen=True)
 class _Sharing:
-    """Ranks that share the work on some matrices.
+    """Ranks that divide some matrices between them.
 
     Args:
         holders: Ranks of shard x tp, which hold one copy of each matrix.

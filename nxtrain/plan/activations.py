@@ -159,7 +159,7 @@ def _mlp_tensors(job: Job) -> Tensors:
 
 
 def _entered_tensors(job: Job) -> Tensors:
-    """Columns of adapters that a feed-forward in chunks keeps: those of its inputs, and the sums of its output's."""
+    """Columns of adapters that a feed-forward in chunks keeps: outputs of A at the input, and sums at the output."""
     kept = []
     for names, tokens in ((MLP_IN, job.micro_tokens), (MLP_OUT, job.sequence_rows)):
         for layer in _adapted(job, names):
@@ -327,7 +327,7 @@ def first_working_bytes(job: Job) -> int:
 
 @once_per_job
 def forward_working_bytes(job: Job) -> int:
-    """Largest tensors of a block's forward pass if nothing is kept, the stream and its norm included.
+    """Bytes of the largest tensors of a block's forward pass if nothing is kept, with the residual stream and its norm.
 
     In the feed-forward: gate, up, and the product. In attention: queries, keys and values as projected and as rotated,
     the output, and what the kernel works with. Layers with adapters have their result thrice: of the matrix, of the

@@ -59,7 +59,7 @@ class Setting:
         machine: Kind of machine.
         nodes: Number of machines.
         dimensions: Dimensions of the model.
-        note: Assumption about the machine, for people; may be empty.
+        note: Message about an assumption on the machine; may be empty.
     """
 
     loaded: Loaded

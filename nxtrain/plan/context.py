@@ -17,7 +17,7 @@ FORWARD_SCORES, BACKWARD_SCORES = 1, 2
 """Float32 tensors of a block's scores that exist at once."""
 
 MASK_BYTES = 3
-"""Bytes by which a block knows which query sees which key, for each sequence: after, before, and either."""
+"""Bytes of a block's masks for each pair of a query and a key: keys after, keys before, and both."""
 
 
 @once_per_job

@@ -10,7 +10,7 @@ from nxtrain.plan.adapters import expert_adapters
 from nxtrain.plan.job import SIZES, Job, once_per_job
 
 FLOAT, INDEX = SIZES["fp32"], 8
-"""Bytes of a number of the router, and of the number of a slot."""
+"""Bytes of a number of the router, and of the index of a slot."""
 
 
 def expert_tensors(job: Job) -> list[tuple[str, str, int]]:

@@ -1,4 +1,4 @@
-"""A training job as a prediction sees it: dimensions, machines and the sections of the configuration."""
+"""Training job whose memory and time are predicted: dimensions, machines and sections of the configuration."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ class Job:
 
     @cached_property
     def attention(self) -> Attention:
-        """Implementation of attention on this backend, by the tensors that it keeps; of two, that which keeps more."""
+        """Implementation of attention on this backend; if layers differ, the one that keeps more tensors."""
         if self.attention_shape.is_mixed:
             return max(self.windowed_attention, self.full_attention, key=_BY_KEPT_BYTES.index)
         return self.windowed_attention
@@ -361,7 +361,7 @@ class Job:
 
 
 def once_per_job(compute: Callable[[Job], int]) -> Callable[[Job], int]:
-    """Keep a figure of a job with the job, since a search asks for each of them many times."""
+    """Cache a figure of a job on the job, since a search computes each figure many times."""
     name = f"_{compute.__name__}"
 
     @wraps(compute)

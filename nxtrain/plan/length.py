@@ -20,7 +20,7 @@ def with_length(config: RunConfig, vocab_size: int, assumed: Assumptions) -> tup
         assumed: Values that the configuration does not have; a length among them stands for the epochs.
 
     Returns:
-        The configuration, the assumptions, and a note for people about the steps; the note may be empty.
+        The configuration, the assumptions, and a message about the steps, which may be empty.
 
     Raises:
         ConfigError: The steps do not fit the schedule, or are too many.

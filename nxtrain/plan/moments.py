@@ -238,7 +238,7 @@ def unit_blocks(job: Job, stage: int) -> int:
 
 
 def _held(job: Job, stage: int, kept: int) -> int:
-    """Kept bytes, and those of the layer at work beyond the chunk of logits, which is free by then."""
+    """Kept bytes, and bytes of the present layer beyond the chunk of logits, which is free by then."""
     work = _working(job, stage) + job.frozen(stage).largest_matrix
     if job.stages[stage].last:
         work = max(0, max(work, norm_work_bytes(job)) - chunk_bytes(job))

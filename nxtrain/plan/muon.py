@@ -26,7 +26,7 @@ FP32_SHARE = {"trn1": 1 / 4, "trn2": 1 / 4, "trn3": 1 / 4, "cpu": 1.0}
 """Rate of float32 products over that of bfloat16, by kind of machine; trn1: 47.5 of 190 TFLOPS."""
 
 GPU_FP32_SHARE = 1 / 16
-"""The same on GPUs, without TF32; A100: 19.5 of 312 TFLOPS."""
+"""Rate of float32 products over that of bfloat16 on GPUs, without TF32; A100: 19.5 of 312 TFLOPS."""
 
 
 class MuonWork(NamedTuple):

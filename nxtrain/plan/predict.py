@@ -304,7 +304,7 @@ class Prediction:
         }
 
     def _num_steps(self, tokens: float) -> int:
-        """Updates that see so many tokens."""
+        """Number of updates that consume a number of tokens."""
         train = self.job.config.train
         if not train.batch_ramp:
             return math.ceil(tokens / self.job.tokens_per_step)

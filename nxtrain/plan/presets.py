@@ -1,4 +1,4 @@
-"""Published models as arithmetic, beyond those that nxtrain trains, and the sizes of data sets."""
+"""Dimensions of published models, also of models that nxtrain does not train, and sizes of data sets."""
 
 from __future__ import annotations
 

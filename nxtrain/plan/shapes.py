@@ -34,7 +34,7 @@ class Entries:
     experts: int = 0
 
     def times(self, number: int) -> Entries:
-        """Entries of so many equal blocks."""
+        """Entries of a number of equal blocks."""
         largest = self.largest if number else 0
         return Entries(number * self.local, number * self.rows, largest, number * self.padded, number * self.experts)
 
@@ -66,7 +66,7 @@ def _spec_entries(spec: ShardSpec, tp: int, shard: int) -> Entries:
 
 
 def sum_entries(specs: Mapping[str, ShardSpec], tp: int, shard: int, ep: int = 1) -> Entries:
-    """Entries of parameters.
+    """Sum of the entries of some parameters that a rank holds.
 
     Args:
         specs: Sharding of each parameter.
@@ -110,7 +110,7 @@ class Stage:
 
     @property
     def dense(self) -> Stage:
-        """The same stage of a model whose blocks are all those without experts."""
+        """Stage with the same blocks of a model in which no block has experts."""
         return replace(self, dimensions=self.dimensions.dense, ep=1, num_dense=0)
 
     def block_specs(self, tp: int, ep_rank: int = 0) -> dict[str, ShardSpec]:

@@ -1,4 +1,4 @@
-"""Tables of predictions for people."""
+"""Tables of predictions for the terminal."""
 
 from __future__ import annotations
 

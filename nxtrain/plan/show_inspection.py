@@ -1,4 +1,4 @@
-"""Tables of an inspection for people, in which equal blocks and equal stages are one row."""
+"""Tables of an inspection for the terminal, in which equal blocks and equal stages are one row."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def step_time(job: Job, *, hides_tp: bool = True, fused_context: bool = False) -
 
 
 def _float8_basis(job: Job) -> str:
-    """Origin of the time of products in float8; empty without them."""
+    """Basis of the predicted speed of float8 products, as text; empty for a run without float8."""
     if job.config.precision.fp8 == "none":
         return ""
     if job.machine.float8_flops:

@@ -42,7 +42,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter as one rank holds it.
+    """Part of a parameter that one rank holds.
 
     Args:
         parameter: The parameter.
@@ -85,7 +85,7 @@ class RankBytes:
     optimizer: int
 
     def to_json(self) -> dict[str, int]:
-        """All kinds and their sum."""
+        """Bytes of each kind, and the sum of all kinds."""
         kinds = {"params": self.params, "frozen": self.frozen, "grads": self.grads, "optimizer": self.optimizer}
         return {**kinds, "total": sum(kinds.values())}
 

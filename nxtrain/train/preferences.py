@@ -119,7 +119,7 @@ class Preferences:
         return {"pairs": pairs, **means, "reward_margin": means["reward_chosen"] - means["reward_rejected"]}
 
     def _own(self, sums: Sequence[Tensor]) -> Tensor:
-        """Sums over rows of which each is counted by one of the ranks that share its positions."""
+        """Stack sums over rows, on one context parallel rank; zeros on the others, which have the same sums."""
         stacked = torch.stack([*sums])
         return stacked if self._share is None else stacked * self._share
 

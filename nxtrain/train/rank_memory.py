@@ -50,7 +50,7 @@ class AgreedStep:
     is_concluded: bool
 
     def __str__(self) -> str:
-        """Line for people."""
+        """Message about the step from which the run continues."""
         holders = spans(sorted(self.holders))
         return f"the state of step {self.step} comes from the memory of ranks {holders}, not from a checkpoint"
 
@@ -101,7 +101,7 @@ class StepNumbers:
 
 
 class DescribesState(Protocol):
-    """Describes the train state as a checkpoint holds it; see `Checkpoints`."""
+    """Interface of an object that gives tensors and metadata of a checkpoint; see `Checkpoints`."""
 
     saved_step: int
 
@@ -114,7 +114,7 @@ class DescribesState(Protocol):
 
 @dataclass(frozen=True)
 class WatchedRun:
-    """Parts of a run on one rank, which the memory asks once the run has ended."""
+    """Parts of a run on one rank, from which the memory takes the state when the run ends."""
 
     state: TrainState
     guard: NumericsGuard

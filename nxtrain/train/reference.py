@@ -127,7 +127,7 @@ def _file(config: RunConfig, samples: PairSamples) -> Path:
 
 
 def _read(file: Path, shape: tuple[int, int]) -> LogProbs | None:
-    """Results of an earlier start; None without any."""
+    """Read the results of an earlier start; None if there are none."""
     if not file.exists():
         return None
     content = read_bytes(file)

@@ -1,4 +1,4 @@
-"""Results of a run: the held-out loss, in `summary.json` and in one line for people, and the adapter."""
+"""Results of a run: the held-out loss, in `summary.json` and in a message, and the adapter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nxtrain.train.step import TrainState
 
 @dataclass(frozen=True)
 class Summary:
-    """Held-out loss and the measures next to it.
+    """Held-out loss, and the entropy and the size of the text to which the loss is compared.
 
     Attributes:
         val_loss: Mean loss over the evaluated tokens, in nats.
@@ -61,7 +61,7 @@ class Summary:
         return Summary(val_loss, unigram_entropy(counts), bits, num_tokens, num_bytes)
 
     def __str__(self) -> str:
-        """One line for people."""
+        """Message with the loss, the bits per byte, and the entropy of the tokens."""
         bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits per byte"
         return (
             f"held-out loss {self.val_loss:.4f} nats per token (perplexity {math.exp(self.val_loss):.1f}){bits}; "

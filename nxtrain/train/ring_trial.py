@@ -1,4 +1,4 @@
-"""Trial of a kernel of attention between ranks, next to keys and values that are gathered, before a run uses it."""
+"""Trial of a ring kernel of attention before a run uses the kernel, by comparison with gathered keys and values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRIAL_TOKENS = 512
 def refuse_wrong_ring(
     backend: Backend, context: ContextParallel | None, world: Axis, head_size: int, wanted: str
 ) -> None:
-    """Leave the kernel out, with the reason in the announced choice, unless every rank gets right numbers from it.
+    """Remove a ring kernel from the run unless its results are right on every rank; announce the reason.
 
     Every rank of the run calls this, and all come to the same choice: ranks that gather would wait for those of a ring.
 

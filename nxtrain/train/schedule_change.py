@@ -1,4 +1,4 @@
-"""Learning rates of a resumed run: re-warming after its checkpoint, and changes of the schedule."""
+"""Learning rate of a resumed run: warmup again after the checkpoint, and messages about changes of the schedule."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.optim.schedule import Schedule
 
 JUMP = 1.1
-"""Ratio of two learning rates from which one after the other is a jump."""
+"""Ratio of consecutive learning rates from which a message warns of a jump."""
 
 
 def with_rewarming(meta: Meta, config: RunConfig, *, is_own: bool) -> Meta:
-    """Metadata of a loaded checkpoint with the step after which the learning rate rises again.
+    """Set the step after which the learning rate warms up again, in the metadata of a loaded checkpoint.
 
     Args:
         meta: Metadata of the checkpoint.
         config: Configuration of the run.
-        is_own: The checkpoint is the newest of the run itself, which may have begun to rise before.
+        is_own: The checkpoint is the newest of the run itself, whose warmup may have begun before.
     """
     steps = config.optim.rewarm_steps
     if is_own and steps and meta.rewarm_after is not None and meta.settings.get("optim.rewarm_steps") == steps:
@@ -31,7 +31,7 @@ def with_rewarming(meta: Meta, config: RunConfig, *, is_own: bool) -> Meta:
 
 
 def rate_changes(meta: Meta, config: RunConfig) -> str:
-    """Course of the learning rate from here on, in one line; empty if the checkpoint's run would go on alike.
+    """Message about the learning rate after a resume; empty if the schedule is that of the checkpoint's run.
 
     Args:
         meta: Metadata of the checkpoint, after `with_rewarming`.

@@ -22,7 +22,7 @@ _SECTION = 2
 
 
 class StepProfiler(RunObserver):
-    """Profiler of one rank; before and after its steps it costs a comparison for each kind of work.
+    """Profiler of some steps of one rank; other steps take one more comparison for each kind of work.
 
     The file opens in Perfetto and in chrome://tracing. A start that ends within the steps writes what it has.
 
@@ -30,7 +30,7 @@ class StepProfiler(RunObserver):
         first, last: Steps that are profiled.
         logs: Folder of the run's logs.
         rank: This rank.
-        print_line: Prints a line for people.
+        print_line: Prints a message.
         backend: Device that is recorded too, and its memory, where they can be; None: none.
     """
 

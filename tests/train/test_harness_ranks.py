@@ -23,7 +23,7 @@ from nxtrain.common.errors import DataError
 from nxtrain.common.mesh import Mesh
 from nxtrain.tools.eval import harness
 from nxtrain.tools.eval import scorer as scorers
-from nxtrain.tools.eval.led_scorer import lead
+from nxtrain.tools.eval.leader_scorer import run_on_leader
 from nxtrain.tools.eval.scorer import Scorer
 from nxtrain.tools.eval.task import Metrics
 from nxtrain.tools.eval.trained import Trained
@@ -138,7 +138,7 @@ def evaluated(backend: Backend, model_folder: Path, tasks: Path, answers: Path, 
     place_of_rank = {"LOCAL_RANK": str(backend.rank), "RANK": str(backend.rank)}
     with mock.patch.dict(os.environ, place_of_rank), mock.patch.object(scorers, "MAX_ROWS", 4):
         try:
-            return lead(scorer, ranks, lambda led: task.run(led, answers))
+            return run_on_leader(scorer, ranks, lambda led: task.run(led, answers))
         except RuntimeError as error:
             return f"{error} after {rounds - left - 1}"
 
@@ -165,7 +165,7 @@ def failing(backend: Backend, model_folder: Path, error: Exception) -> tuple[str
         raise error
 
     try:
-        lead(Scorer(Trained.find(str(model_folder)), backend, ranks), ranks, program)
+        run_on_leader(Scorer(Trained.find(str(model_folder)), backend, ranks), ranks, program)
     except Exception as found:
         return type(found).__name__, str(found)
     return "", ""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from nxtrain.backends.base import Backend
 from nxtrain.common.vocab import PROBABILITY_UNITS
@@ -43,6 +45,36 @@ def test_the_command_writes_the_likeliest_tokens_of_transformers(hf: Path, tmp_p
     torch.testing.assert_close(torch.from_numpy(units / PROBABILITY_UNITS), top.double(), rtol=1e-4, atol=1e-6)
     code, _, errors = in_process("data", "teach", hf, "--rows", rows, "--out", out, "--k", 301)
     assert code == 2 and "--k 301 exceeds the 300 tokens" in errors
+
+
+def test_rows_that_are_no_table_and_the_rows_as_the_result_are_refused(hf: Path, tmp_path: Path) -> None:
+    rows, out = tmp_path / "rows.npy", tmp_path / "taught.npy"
+    for table, problem in ((np.array(3), "int64 of shape ()"), (np.zeros((4, 1), int), "has rows of 1 ids")):
+        np.save(rows, table)
+        code, _, errors = in_process("data", "teach", hf, "--rows", rows, "--out", out)
+        assert code == 3 and problem in errors and not out.exists()
+    before = rows.read_bytes()
+    code, _, errors = in_process("data", "teach", hf, "--rows", rows, "--out", tmp_path / "." / "rows.npy")
+    assert code == 2 and "is the file of --rows" in errors and rows.read_bytes() == before
+
+
+def test_logits_that_are_not_finite_end_the_command(hf: Path, tmp_path: Path) -> None:
+    rows, out = tmp_path / "rows.npy", tmp_path / "taught.npy"
+    np.save(rows, np.zeros((2, SEQ_LEN + 1), int))
+    broken = shutil.copytree(hf, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"].fill_(3e38)
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    code, _, errors = in_process("data", "teach", broken, "--rows", rows, "--out", out)
+    assert code == 6 and "not finite in row 0" in errors and not out.exists()
+
+
+def test_a_teacher_needs_no_tokenizer(hf: Path, tmp_path: Path) -> None:
+    _, out = taught(tmp_path, hf)
+    bare = shutil.copytree(hf, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    assert not (bare / "tokenizer.json").exists()
+    output_of("data", "teach", bare, "--rows", tmp_path / "rows.npy", "--out", tmp_path / "again.npy", "--k", K)
+    assert (tmp_path / "again.npy").read_bytes() == out.read_bytes()
 
 
 def taught_by_ranks(backend: Backend, hf: Path, rows: Path, out: Path) -> None:

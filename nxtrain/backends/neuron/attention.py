@@ -111,7 +111,7 @@ def _misfits(shape: AttentionShape, instance: Machine | None) -> Iterator[str]:
 
 
 def _unbounded(shape: AttentionShape, instance: Machine | None, sdk: SdkVersion | None) -> Iterator[str]:
-    """Reasons against the kernels with bounds."""
+    """Reasons why the kernels with bounds cannot be used."""
     if shape.cp > 1:
         yield f"parallel.cp={shape.cp} shares the positions of a sequence, and they take whole rows"
     if instance is None or instance.target in FIRST_GENERATION:

@@ -1,9 +1,9 @@
-"""Experts by the blockwise kernels of the NKI Library.
+"""Feed-forwards of experts by the blockwise kernels of the NKI Library.
 
-The kernels are those of Neuron SDK 2.29: `blockwise_mm_baseline_shard_intermediate` forward, which also returns both
-projections of each block, and `blockwise_mm_bwd`. They have matrices of inputs by outputs, so that each pass transposes
-those of nxtrain. Rows without a token name a further token of zeros. Sums over the experts of a token are rounded to
-bfloat16 once per expert.
+The kernels of Neuron SDK 2.29 are `blockwise_mm_baseline_shard_intermediate` forward and `blockwise_mm_bwd` backward.
+The former also returns both projections of each block. The kernels take matrices of inputs by outputs, so that each
+pass transposes the matrices of nxtrain. Rows without a token have the index of one more token, which is zeros. Sums
+over the experts of a token are rounded to bfloat16 once per expert.
 
 No Trainium has run these calls. A stand-in with their signatures holds layouts, values and gradients in tests.
 
@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nxtrain.backends.neuron.experts import CORES, HIGH, LOW, SDK
+from nxtrain.backends.neuron.experts import CORES, MAX_BLOCK_ROWS, MIN_BLOCK_ROWS, SDK
 from nxtrain.common.blockwise import BlockwiseKernel, ExpertBlocks
 from nxtrain.common.errors import BackendError
 
 
 @dataclass(frozen=True)
 class NkiBlockwise(BlockwiseKernel):
-    """The kernels of the NKI Library.
+    """Blockwise kernels of the NKI Library, forward and backward.
 
     Args:
         forward, backward: The kernels; `kernel[cores]` shares the work between cores.
@@ -41,7 +41,7 @@ class NkiBlockwise(BlockwiseKernel):
     scale_after: Any
 
     def height(self, num_slots: int, num_experts: int) -> int:
-        return HIGH if num_slots >= HIGH * num_experts else LOW
+        return MAX_BLOCK_ROWS if num_slots >= MAX_BLOCK_ROWS * num_experts else MIN_BLOCK_ROWS
 
     def products(
         self, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, blocks: ExpertBlocks
@@ -81,7 +81,10 @@ class NkiBlockwise(BlockwiseKernel):
 
 
 def _operands(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(T + 1, D), ((T + 1) * E, 1), (E, D, 2, F) and (E, F, D), which both kernels begin with."""
+    """First arguments of both kernels: tokens and weights with one token of zeros, and the transposed matrices.
+
+    The shapes are (T + 1, D), ((T + 1) * E, 1), (E, D, 2, F) and (E, F, D).
+    """
     num_experts = weights.shape[1]
     first = gate_up.unflatten(0, (num_experts, 2, -1)).permute(0, 3, 1, 2).contiguous()
     last = down.unflatten(1, (num_experts, -1)).permute(1, 2, 0).contiguous()
@@ -89,12 +92,12 @@ def _operands(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> tupl
 
 
 def _with_zeros(x: Tensor) -> Tensor:
-    """Rows of tokens, and one of zeros for rows without a token."""
+    """Append a row of zeros, to which rows of blocks without a token refer."""
     return torch.cat([x, x.new_zeros(1, x.shape[1])])
 
 
 def load() -> NkiBlockwise:
-    """Import the kernels of the compiler.
+    """Import the kernels of the installed NKI Library.
 
     Raises:
         BackendError: The kernels cannot be imported.

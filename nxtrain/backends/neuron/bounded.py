@@ -1,8 +1,8 @@
 """Attention inside of documents and windows by kernels of the NKI Library, which take bounds of the keys per query.
 
-The kernels are `attention_cte` forward, and `attention_bwd`, which the compiler brings along. Queries are scaled before
-both, since the forward kernel with bounds takes a scale of 1 alone. In Neuron SDK 2.29 all sequences of a call have one
-row of bounds, so that each sequence of a micro-batch is a call. In 2.33, on TorchNeuron, each has its own.
+The kernels `attention_cte`, forward, and `attention_bwd` come with the compiler. Queries are scaled before both, since
+the forward kernel with bounds takes no other scale than 1. In Neuron SDK 2.29 all sequences of a call share one row of
+bounds, so that each sequence of a micro-batch is a call. In 2.33, on TorchNeuron, each sequence has its own bounds.
 
 No Trainium has run these calls. A stand-in with their signatures holds layouts, bounds and gradients in tests.
 
@@ -30,12 +30,12 @@ PARTITIONS = 128
 """Queries of a tile of both kernels."""
 
 Operation = Callable[..., tuple[Tensor, Tensor, Tensor]]
-"""A kernel with its constant arguments: of tensors, and of the cores that share the work."""
+"""Function that calls a kernel with its constant arguments; it takes tensors and the number of cores."""
 
 
 @dataclass(frozen=True)
 class BoundedKernels:
-    """Attention of whole rows to ranges of keys, as `Kernels.attend` and `Kernels.attend_backward` have it.
+    """Attention of whole rows to ranges of keys, in the form of `Kernels.attend` and `Kernels.attend_backward`.
 
     Args:
         forward, backward: Operations of `launches`.
@@ -85,13 +85,13 @@ class BoundedKernels:
         return q_grad / math.sqrt(q.shape[3]), k_grad, v_grad
 
     def _cores(self, keys: Tensor) -> int:
-        """Cores of a call. In SDK 2.29 they share key/value heads; later, sequences and positions as well."""
+        """Number of cores of a call. In SDK 2.29 cores divide key/value heads; later, also sequences and positions."""
         if self.together or keys.shape[2] % self.lnc == 0:
             return self.lnc
         return 1
 
     def _calls(self, ranges: KeyRanges, batch: int) -> list[tuple[slice, Tensor, Tensor]]:
-        """Sequences of each call, with the first key of each query and the one after its last."""
+        """Sequences of each call, with the first key of each query and the key after the last."""
         low, high = _bounds(ranges, batch)
         if self.together:
             return [(slice(None), low, high)]
@@ -99,7 +99,7 @@ class BoundedKernels:
 
 
 def launches(forward: Any, backward: Any) -> tuple[Operation, Operation]:
-    """Operations of `attention_cte` and `attention_bwd`; `kernel[cores]` shares the work of a kernel."""
+    """Functions that call `attention_cte` and `attention_bwd`; `kernel[cores]` divides the work between cores."""
 
     def attention_cte(
         q: Tensor, k: Tensor, v: Tensor, bound_min: Tensor, bound_max: Tensor, cores: int
@@ -167,11 +167,11 @@ def load(lnc: int) -> BoundedKernels:
 
 
 def scaled(q: Tensor) -> Tensor:
-    """Queries whose products with keys are scores."""
+    """Queries over the root of H, so that products with keys are attention scores."""
     return q / math.sqrt(q.shape[3])
 
 
 def _bounds(ranges: KeyRanges, batch: int) -> tuple[Tensor, Tensor]:
-    """First key of each query and the one after its last, (B, S) float32 each, as they lie in memory."""
+    """First key of each query, and the key after the last: (B, S) float32 each, contiguous."""
     first, after = ranges.first.float(), (ranges.last + 1).float()
     return first.expand(batch, -1).contiguous(), after.expand(batch, -1).contiguous()

@@ -1,6 +1,6 @@
 """Choice of the products of experts on PyTorch/XLA: kernels of the NKI Library or operations. Importable without torch.
 
-The conditions are assertions of the kernels, and what `nxtrain.backends.neuron.blockwise` gives them.
+The conditions are assertions of the kernels, and limits of the calls in `nxtrain.backends.neuron.blockwise`.
 
 Source: `check_blockwise_mm_shard_I_kernel_compatibility` in src/nkilib_src/nkilib/core/moe/moe_cte/bwmm_shard_on_I.py,
 and `validate_sharding` in experimental/moe/bwd/moe_bwd_parameters.py, in https://github.com/aws-neuron/nki-library at
@@ -18,24 +18,27 @@ from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.machines import Machine
 
 SDK = SdkVersion(2, 29)
-"""Release whose kernels these are."""
+"""Release of the Neuron SDK that has the kernels."""
 CORES = 2
-"""Physical cores of a logical one. NeuronX Distributed has these kernels for no other number."""
-LOW, HIGH = 256, 512
-"""Rows of a block: multiples of 256 forward, 128 to 1024 backward. NeuronX Distributed takes 512."""
+"""Physical cores of a logical core, as NeuronX Distributed calls the kernels."""
+MIN_BLOCK_ROWS, MAX_BLOCK_ROWS = 256, 512
+"""Rows of a block for few and for many slots.
+
+The kernels take multiples of 256 forward, and 128 to 1024 backward. NeuronX Distributed takes 512.
+"""
 HIDDEN_TILE, MOST_HIDDEN = 512, 8192
-"""Hidden sizes: multiples, and the largest. Source: `check_blockwise_mm_shard_I_kernel_compatibility`."""
+"""Divisor of the hidden size, and its largest value. Source: `check_blockwise_mm_shard_I_kernel_compatibility`."""
 WIDTH_TILE = 64
-"""Multiples of the intermediate size of a rank: 32 for each core. Source: `validate_sharding`."""
+"""Divisor of the intermediate size of a rank: 32 for each core. Source: `validate_sharding`."""
 MOST_TOKENS = 32768
-"""Tokens of a call, of the forward kernel's intended usage."""
+"""Most tokens of a call, by the documented usage of the forward kernel."""
 
 
 def choose_experts(wanted: str, shape: ExpertShape, instance: Machine | None, sdk: SdkVersion | None) -> ExpertChoice:
-    """Choose the kernels where they can run, unless operations are wanted.
+    """Choose the NKI Library's kernels for experts where they can run, or else products by operations.
 
     Args:
-        wanted: `auto`, `blockwise` or `plain`.
+        wanted: Value of `backend.experts`: `auto`, `blockwise` or `plain`.
         shape: Shape of the experts.
         instance: Kind of this machine; None if unknown.
         sdk: Release of the Neuron SDK.

@@ -108,7 +108,7 @@ class NeuronNativeBackend(AcceleratorBackend):
         self.kernels.grouped = self.attention.is_flash
 
     def _take_library(self, kinds: Container[AttentionKind], shape: AttentionShape, lnc: int) -> str:
-        """Take the NKI Library's kernels for these kinds; return the reason against kernels that do not compute."""
+        """Use the NKI Library's kernels for these kinds; return the reason why kernels are missing or fail."""
         self.kernels.bounded = self.ring = None
         why = ""
         try:

@@ -99,7 +99,7 @@ def library_lacking() -> str:
 
 
 def _misfits_of_ring(shape: AttentionShape) -> Iterator[str]:
-    """Reasons against the ring kernels."""
+    """Reasons why the ring kernels cannot be used."""
     if shape.cp_method == "gather":
         yield "parallel.cp_method=gather"
     if shape.cp_layout == "zigzag":

@@ -57,7 +57,7 @@ def load_ring(axis: Axis, lnc: int, *, is_striped: bool) -> RingKernels:
 
 
 def bounded_failure(kernels: BoundedKernels, device: torch.device, head_size: int) -> str:
-    """Try documents and a window on the device; return the reason against the kernels, or nothing."""
+    """Try documents and a window on the device; return the reason why the kernels fail, or nothing."""
     generator, length = torch.Generator().manual_seed(0), TRIAL_TOKENS
     shapes = [(length, 2, heads, head_size) for heads in (4, 2, 2)]
     q, k, v = (torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in shapes)

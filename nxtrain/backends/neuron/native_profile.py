@@ -20,7 +20,7 @@ DEVICE_TRACE = "NEURON_RT_INSPECT_DEVICE_PROFILE"
 
 
 def native_profiler(profiles: Path, environ: Mapping[str, str]) -> tuple[dict[str, Any], str]:
-    """Arguments of torch's profiler that record the device too, and a line for people about the device's files.
+    """Arguments with which torch's profiler records the device too, and a message about the device's files.
 
     Traces of instructions reserve gigabytes of device memory, under which a run that fits would fail. So they are left
     out unless the environment asks for them.

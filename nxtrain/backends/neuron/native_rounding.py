@@ -50,7 +50,7 @@ WAYS: dict[str, Rounder] = {
 
 
 def choose_rounder(put: Callable[[Tensor], Tensor]) -> tuple[Rounder, str]:
-    """First way to round whose bits are right, and a line for people that names it and the defects of those before.
+    """First implementation of rounding whose bits are right, and a message that names the rejected ones.
 
     Args:
         put: Copies a host tensor to the device.

@@ -1,4 +1,4 @@
-"""Environment of PyTorch/XLA: its package, refused variables with replacements, and that of a tracing process."""
+"""Environment of PyTorch/XLA: packages, refused variables with replacements, and variables of a tracing process."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _saved(tensors: list[Tensor]) -> Iterator[Tensor]:
 
 @cache
 def _saving_names(node_type: type) -> tuple[str, ...]:
-    """Attributes under which the nodes of a type give what they saved."""
+    """Names of the attributes with the saved tensors of autograd nodes of a type."""
     return tuple(name for name in dir(node_type) if name.startswith("_saved_") or name == "saved_tensors")
 
 

@@ -43,7 +43,7 @@ class _Loop(NamedTuple):
 
 
 class LoopedBlocks(Blocks):
-    """Blocks of queries as rounds of loops, where there are many of them."""
+    """Attention block by block, in which many blocks of queries are rounds of a loop."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
         queries, keys, values = self.grouped(q, k, v)

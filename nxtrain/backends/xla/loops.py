@@ -1,8 +1,8 @@
 """Loops inside of a graph: one `While` whose number of rounds the compiler knows, and slices at a round's offset.
 
-An operation of a graph cannot be repeated by Python without being in the graph each time. Of a `While` the graph has
-the round once. The counter and the offsets are constants and sums of constants, as in loops of JAX, of which AWS's
-compiler takes those with a static number of rounds.
+A loop of Python puts its operations into the graph once per round. A `While` has one copy of the round. The counter and
+the offsets are constants and sums of constants, as in loops of JAX. AWS's compiler takes such loops, with a static
+number of rounds.
 
 Source: `scan` in torch_xla/experimental/scan.py of torch-xla 2.9, for the recording of a round; AWS's page
 frameworks/jax/setup/jax-neuronx-known-issues.rst in https://github.com/aws-neuron/aws-neuron-sdk at 81ce03a, for loops.
@@ -39,13 +39,13 @@ def repeat(
     fixed: Sequence[Tensor],
     state: Sequence[Tensor],
 ) -> list[Tensor]:
-    """State after some calls of a function, as one loop of the graph.
+    """Call a function a number of times, as one loop of the graph, and return the last state.
 
     Args:
         rounds: Number of calls.
-        body: Function of the offsets, the fixed tensors and the state, which returns the next state.
-        offsets: Numbers that a round gets as tensors, () int32.
-        fixed: Tensors that each round gets. A tensor from elsewhere would be computed in each round.
+        body: Function of the offsets, the fixed tensors and the state; returns the next state.
+        offsets: Numbers that `body` takes as tensors, () int32.
+        fixed: Tensors that `body` takes in each round. A tensor from its closure would be computed in each round.
         state: First state.
     """
     import torch_xla
@@ -97,20 +97,20 @@ def _constant(builder: Any, value: int) -> Any:
 
 
 def sliced(x: Tensor, dim: int, start: Tensor, size: int) -> Tensor:
-    """Entries of a dimension from an offset on, () int32; the offset is clamped, so that all of them exist."""
+    """Slice of a dimension from an offset on, () int32; the offset is clamped, so that the slice is in the tensor."""
     out: Tensor = _slices()[0](x, start, dim=dim, size=size)
     return out
 
 
 def updated(x: Tensor, dim: int, start: Tensor, part: Tensor) -> Tensor:
-    """Copy of a tensor with other entries from an offset on, as `sliced` has them."""
+    """Copy of a tensor in which `part` replaces the entries that `sliced` would return."""
     out: Tensor = _slices()[1](x, part, start, dim=dim)
     return out
 
 
 @lru_cache(maxsize=1)
 def _slices() -> tuple[Any, Any]:
-    """Operations of torch-xla, whose own slices have numbers of Python as offsets."""
+    """Operations that read and write slices at offsets of the device; slices of torch-xla have constant offsets."""
     import torch_xla.core.xla_op_registry as registry
 
     def offsets(x: Any, start: Any, dim: int) -> list[Any]:

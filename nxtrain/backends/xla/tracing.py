@@ -41,7 +41,7 @@ class Tape(Protocol):
 
 
 def pretended_nxd(instance: Machine) -> Callable[[Backend], Binding]:
-    """Function from a backend to its binding of NeuronX Distributed, the same binding as on an instance.
+    """Function that makes the binding of NeuronX Distributed for a backend, as on an instance of EC2.
 
     Raises:
         BackendError: NeuronX Distributed cannot be imported.

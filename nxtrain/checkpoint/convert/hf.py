@@ -103,7 +103,7 @@ def nxtrain_to_hf(
     """Turn a checkpoint into a Hugging Face folder that `transformers` loads; an adapter is added to its base.
 
     Args:
-        src: A checkpoint, or a `checkpoints` or run folder, whose newest is taken; or the address of one in S3.
+        src: A checkpoint, or a `checkpoints` or run folder, whose newest is taken; or the address of a checkpoint.
         max_shard_bytes: Largest weight file in bytes, unless a single tensor is larger.
         base: Folder of the weights below an adapter; None: the folder that the run read.
     """

@@ -36,7 +36,7 @@ class NxdWeights:
         shapes, values = whole_shapes(family, config), config.model_dump(mode="json")
         first = open_file(grid.folder / rank_file(tp=0, pp=0))
         tensors = {name: x for name, x in first.items() if isinstance(x, Tensor)}
-        qkv, copies = _attention(tensors, shapes, values, grid.tp)
+        qkv, copies = _qkv_layout(tensors, shapes, values, grid.tp)
         layout = NxdLayout(shapes, values, grid.tp, grid.pp, copies, qkv)
         source = NxdWeights(grid, layout, next(iter(tensors.values())).dtype)
         if source.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -153,10 +153,10 @@ class NxdWeights:
             raise ConfigError([Problem("", f"{self.grid.folder} does not fit the model: {p}") for p in problems])
 
 
-def _attention(
+def _qkv_layout(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], config: Mapping[str, Any], tp: int
 ) -> tuple[Qkv, int]:
-    """Form of q, k and v, and number of replicas of each K/V head."""
+    """Layout of the q, k and v matrices in the files, and number of replicas of each K/V head."""
     kv_rows = next(shape[0] for name, shape in shapes.items() if name.endswith("k_proj.weight"))
     q_rows = next(shape[0] for name, shape in shapes.items() if name.endswith("q_proj.weight"))
     for name, tensor in tensors.items():

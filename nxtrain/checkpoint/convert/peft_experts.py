@@ -58,7 +58,7 @@ def targets_of(layers: Collection[str]) -> set[str]:
 
 
 def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by their names in PEFT's files, from those of each expert."""
+    """Stack the tensors of each expert into the tensors of PEFT's files, by name."""
     renamed: dict[str, Tensor] = {}
     matrices: dict[str, dict[str, dict[int, Tensor]]] = {}
     for name, tensor in tensors.items():
@@ -85,7 +85,7 @@ def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def of_each(tensors: Mapping[str, Tensor], r: int, targets: Collection[str]) -> dict[str, Tensor]:
-    """Tensors of each expert, from those of PEFT's files.
+    """Split the tensors of PEFT's files into tensors of each expert.
 
     Args:
         tensors: Matrices by layer and leaf, such as `model.layers.0.mlp.experts.lora_A`.

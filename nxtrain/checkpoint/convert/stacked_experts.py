@@ -31,11 +31,13 @@ def parts_of(mixture: MoeShape, leaf: str) -> tuple[tuple[str, ...], str]:
 def stacked(
     chunks: Sequence[TensorShard], read: ReadShards, mixture: MoeShape | None
 ) -> tuple[list[TensorShard], ReadShards]:
-    """Tensors of the files, and a function that reads their rows; without such experts those that are given.
+    """Stack the tensors of the experts: tensors of the files, and a function that reads rows of these.
+
+    For a model without such experts, the arguments are returned.
 
     Args:
-        chunks: Tensors of the model, whole, those of each expert alone.
-        read: Reads rows of these.
+        chunks: Whole tensors of the model, one for each expert.
+        read: Function that reads rows of `chunks`.
         mixture: Experts of the model.
     """
     if mixture is None or not mixture.biases:

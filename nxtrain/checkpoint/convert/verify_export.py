@@ -119,9 +119,9 @@ def verify_export(checkpoint: Location, folder: Path, backend: Backend) -> Agree
     # Also false for NaN.
     if not (_mean(errors) <= ROUNDING * _mean(peer_errors) and errors.max() <= WORST_ROUNDING * peer_errors.max()):
         raise CheckpointError(
-            f"{summary}: from those in float32 ours are {_mean(errors):.3g} away, theirs {_mean(peer_errors):.3g}, and "
-            f"{float(errors.max()):.3g} and {float(peer_errors.max()):.3g} at the worst token; rounding explains "
-            f"{ROUNDING:g} and {WORST_ROUNDING:g} times theirs; do not use it"
+            f"{summary}. The error is {_mean(errors):.3g} here and {_mean(peer_errors):.3g} in transformers, "
+            f"at the worst token {float(errors.max()):.3g} and {float(peer_errors.max()):.3g}. Rounding explains up to "
+            f"{ROUNDING:g} times the error of transformers, at the worst token {WORST_ROUNDING:g}; do not use it"
         )
     return Agreement(difference, _mean(errors) / max(_mean(peer_errors), torch.finfo(torch.float32).tiny))
 

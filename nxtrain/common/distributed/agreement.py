@@ -92,7 +92,7 @@ class Ranks:
 
 
 def _readable(error: Exception, failure: str) -> NxtrainError:
-    """Turn an error into an `NxtrainError` for people; an `NxtrainError` is unchanged."""
+    """Translate an error into an `NxtrainError`; an `NxtrainError` is unchanged."""
     if isinstance(error, NxtrainError):
         return error
     readable = CheckpointError(f"{failure}: {cause_of(error) if isinstance(error, OSError) else repr(error)}")

@@ -172,7 +172,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def start_shift(self, x: Tensor, axis: Axis, hops: int = 1) -> Pending[Tensor]:
-        """Send `x` some ranks on along the axis, the first after the last, and receive that of as many ranks before.
+        """Send `x` to the rank `hops` further along the axis, as a ring; receive the tensor of the rank `hops` before.
 
         The caller keeps `x` unchanged until `wait`.
         """

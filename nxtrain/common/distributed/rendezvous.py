@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks through the store of `torch.distributed`, with errors for people on failure."""
+"""Rendezvous of the ranks through the store of `torch.distributed`, with an explanation of each failure."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _within(timeout: timedelta, host: str, port: int, rank: int) -> Store:
         return stores[0]
     why = first_line(failed[0]) if failed else f"no answer within {timeout.total_seconds():g} seconds"
     if "EADDRINUSE" in why:
-        raise _no_way(f"port {port} is in use on this machine, by another program or an earlier run that still ends")
+        raise _no_way(f"port {port} is in use on this machine, by another program or an earlier run")
     raise _no_way(f"{_probe(host, port)} ({why})") from (failed[0] if failed else None)
 
 

@@ -132,7 +132,7 @@ class BucketService(ABC):
 
     @abstractmethod
     def cause(self, error: Any) -> Cause:
-        """Reason of one of the vendor's errors."""
+        """Classify an error of the vendor's client."""
 
     @abstractmethod
     def stat(self, key: str) -> Stat:
@@ -168,7 +168,7 @@ class BucketService(ABC):
 
     @contextmanager
     def explained(self, address: str, *, reads_object: bool = False) -> Iterator[None]:
-        """Translate the vendor's errors within this context into errors for people.
+        """Translate the vendor's errors within this context into errors of nxtrain.
 
         Args:
             reads_object: The request needs an object; for others, the bucket is absent.

@@ -28,7 +28,7 @@ SCHEME = "hf://"
 DEFAULT_REVISION = "main"
 
 RUNS = "runs"
-"""Folder of run folders by default; no organization is meant by the name."""
+"""Default folder of run folders; `runs/NAME` is a path, and not a repository of the Hub."""
 
 _REPOSITORY = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 """Organization or user, and name."""
@@ -36,7 +36,7 @@ _REPOSITORY = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 _TRANSPORTS = frozenset({"httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3"})
-"""Packages that the client's releases send requests with, and whose errors it passes on."""
+"""Packages by which releases of the client send requests; the client raises their errors."""
 
 _TIMEOUT_S = 30.0
 """Time in which the Hub answers a question about a repository."""
@@ -238,7 +238,7 @@ class HubName:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Translate errors of the client within this context into errors for people."""
+        """Translate errors of the client within this context into errors of nxtrain."""
         try:
             yield
         except NxtrainError:

@@ -73,7 +73,7 @@ def spike_of(arguments: Sequence[str]) -> tuple[float, int]:
 
 
 def act(kind: str, arguments: Sequence[str], args: Sequence[Any]) -> None:
-    """Carry out a fault that is not one of `VALUES` in this process; `args` are those of the function at the point."""
+    """Inject a fault that is not one of `VALUES`; `args` are the arguments of the function at the fault point."""
     if kind in _SIGNALS:
         os.kill(os.getpid(), _SIGNALS[kind])
     elif kind in _WORKER_SIGNALS:

@@ -29,7 +29,7 @@ _SAMPLE_CHARS = 160
 _SAMPLE_IDS = 16
 
 _EXPECTED = 64
-"""Documents that are fetched at once from S3."""
+"""Documents that are fetched at once from object storage."""
 
 _BATCH_BYTES = 4 << 20
 _BATCH_DOCUMENTS = 1 << 16

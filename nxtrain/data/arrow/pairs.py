@@ -172,7 +172,9 @@ class PairSamples(Samples):
     def _refuse(self, lengths: Lengths) -> None:
         path = self._corpus.path
         if not len(lengths):
-            raise DataError(f"{path} has no {self._noun} on one side of data.validation_fraction; change the fraction")
+            raise DataError(
+                f"{path} has no {self._noun} in one part of the split by data.validation_fraction; change the fraction"
+            )
         raise DataError(
             f"{path}: every {self._noun} is longer than a row, the shortest has {int(lengths.min()):,} tokens; "
             f"set train.seq_len={int(np.median(lengths)) - 1} or more, which half of the {self._noun}s fit"

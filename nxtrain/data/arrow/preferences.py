@@ -122,7 +122,7 @@ def _turns(name: str, value: object, role: str) -> list[Message]:
 
 
 def _shared_text(chosen: str, rejected: str) -> str:
-    """Begin that two texts share, before the white space of the first word in which they differ."""
+    """Common prefix of two texts, up to the white space before the first word in which they differ."""
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1

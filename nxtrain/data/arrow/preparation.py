@@ -96,7 +96,7 @@ class PreparationRequest:
     """Arguments of a preparation.
 
     Args:
-        sources: Files and folders, objects and prefixes of S3, addresses of the Hub or their files.
+        sources: Files and folders, objects and prefixes of a bucket, addresses of the Hub or their files.
         out: File to write, or folder of shards; its name ends in `.arrow`.
         lines: Each line of a text file is a document.
         only: Pattern that the names of a folder's files must match; empty: all.

@@ -34,10 +34,10 @@ from nxtrain.data.storage import DataFile, open_file, read_exactly, shards, summ
 
 
 class PreparedCorpus:
-    """Documents of a prepared file, or of a folder of shards, on a disk or in S3.
+    """Documents of a prepared file, or of a folder of shards, on a disk or in object storage.
 
     Args:
-        cache: Folder of this node for blocks of S3.
+        cache: Folder of this node for blocks of objects.
 
     Attributes:
         files: The file, or the shards in order.
@@ -130,7 +130,7 @@ class PreparedCorpus:
         return digest.hexdigest()
 
     def expect(self, documents: Iterable[int]) -> None:
-        """Begin to fetch documents of S3 that are read soon; documents of a disk need no such call."""
+        """Begin to fetch documents of a bucket that are read soon; do nothing for a disk."""
         for document in documents:
             self._file_of(document).ahead(self._read, document)
 

@@ -1,4 +1,4 @@
-"""Output of the commands of `nxtrain data` for people: a progress bar or plain lines, and tables."""
+"""Terminal output of the commands of `nxtrain data`: a progress bar or plain lines, and tables."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def write_stream(path: Path, groups: Iterable[Sequence[Tokens]]) -> None:
 
 
 def opened_before(path: Path) -> PreparedCorpus | None:
-    """Corpus or stream that an earlier start has written; None without one, or if its file is damaged."""
+    """Open the corpus or stream that an earlier start wrote; None if it is absent or damaged."""
     try:
         if path.exists():
             return PreparedCorpus(path)

@@ -369,13 +369,13 @@ def _write_training(run: RunCorpora, identity: str, encoded: Encoded, workdir: P
 def _marked(
     documents: Documents, *, on_held_out_side: bool, most_tokens: float = math.inf, progress: Progress | None = None
 ) -> Iterator[list[Tokens]]:
-    """Groups of documents on one side of the split, in the order of the corpus, as ids with marks of their ends.
+    """Token ids of the training or the held-out documents, in groups, in the order of the corpus.
 
-    A section that goes on in the next one on this side has no end. All sections of a file are thus one document, except
-    where a section between them is on the other side.
+    The last id of a document has a mark. A section that goes on in the next section on this side has none. All sections
+    of a file are thus one document, except where a section between them is on the other side.
 
     Args:
-        on_held_out_side: Take those that are held out; otherwise the others.
+        on_held_out_side: Take the documents that are held out; otherwise the others.
         most_tokens: Tokens after which the last document is cut.
         progress: Gets the bytes that are read.
     """

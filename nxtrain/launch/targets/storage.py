@@ -136,7 +136,7 @@ def volumes(claim: str, size_gib: int, subnet: str) -> dict[str, str]:
     """Files of the volume claim for three kinds of storage, of which a cluster needs one."""
     size = f"{size_gib}Gi"
     access_points = {"provisioningMode": "efs-ap", "fileSystemId": _FILE_SYSTEM, "directoryPerms": "700"}
-    efs = _class("nxtrain-efs", "efs.csi.aws.com", access_points)
+    efs = _storage_class("nxtrain-efs", "efs.csi.aws.com", access_points)
     file_system = {
         "subnetId": subnet,
         "securityGroupIds": "sg-00000000000000000",
@@ -144,7 +144,7 @@ def volumes(claim: str, size_gib: int, subnet: str) -> dict[str, str]:
         "perUnitStorageThroughput": str(THROUGHPUT_MB_S),
         "fileSystemTypeVersion": "2.15",
     }
-    fsx = {**_class("nxtrain-fsx", "fsx.csi.aws.com", file_system), "mountOptions": ["flock"]}
+    fsx = {**_storage_class("nxtrain-fsx", "fsx.csi.aws.com", file_system), "mountOptions": ["flock"]}
     return {
         "fsx-static.yaml": dump_yaml([_fsx_volume(size), _claim(claim, "", size, volume="nxtrain-fsx")], _FSX_STATIC),
         "fsx-dynamic.yaml": dump_yaml([fsx, _claim(claim, "nxtrain-fsx", size)], _FSX_DYNAMIC),
@@ -170,8 +170,8 @@ def _fsx_volume(size: str) -> Manifest:
     return {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": "nxtrain-fsx"}, "spec": spec}
 
 
-def _class(name: str, provisioner: str, parameters: Manifest) -> Manifest:
-    """Storage class whose volumes outlive their claims: checkpoints are on them."""
+def _storage_class(name: str, provisioner: str, parameters: Manifest) -> Manifest:
+    """Storage class of Kubernetes whose volumes outlive their claims, since the volumes hold checkpoints."""
     return {
         "apiVersion": "storage.k8s.io/v1",
         "kind": "StorageClass",

@@ -71,7 +71,7 @@ class Moments:
         self._times_s: list[float] = []
 
     def begin(self) -> None:
-        """Start anew, with a first moment at which the device is idle."""
+        """Restart the clocks, once the device is idle."""
         self._events.clear()
         self._times_s.clear()
         self.mark()

@@ -110,10 +110,10 @@ def packing_turns(source: CorpusLanes, number: int, mark: Callable[[str], None] 
 
 
 def take_text_turns(sides: Mapping[str, Sequence[TextTurn]], rounds: int) -> dict[str, Any]:
-    """Speed of each side next to the bare tokenizer on the same documents.
+    """Measure the speed of each loader, relative to the tokenizer alone on the same documents.
 
     Returns:
-        `tokens`: those of each side's documents. `rows`: tokens per CPU second of each side and of the bare tokenizer
+        `tokens`: tokens of each side's documents. `rows`: tokens per CPU second of each side and of the bare tokenizer
         next to each, in every round. `inside`: share of a side's CPU time inside of the tokenizer. `ratios`: speed of a
         side over that of the bare tokenizer, by `speed_ratio`.
     """

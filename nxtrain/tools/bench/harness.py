@@ -179,7 +179,7 @@ def refuse_unknown(option: str, noun: str, names: Iterable[str], choices: Collec
 def present(
     result: Mapping[str, Any], shown: Callable[[], Sequence[str | Table]], *, as_json: bool, of_machine: bool = True
 ) -> None:
-    """Print a result as JSON, or its lines and tables for people, after the machine."""
+    """Print the machine and a result, as JSON, or as lines and tables for the terminal."""
     if as_json:
         write_document(result)
         return

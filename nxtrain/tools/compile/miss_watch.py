@@ -122,17 +122,17 @@ class MissWatch(threading.Thread):
         self._others = set(layout.begun())
 
     def stop(self) -> None:
-        """End the watch, after a last look."""
+        """Stop the thread, and check for new graphs a last time."""
         self._stopped.set()
         self.join()
-        self.look()
+        self.poll()
 
     def run(self) -> None:
         while not self._stopped.wait(INTERVAL_S):
-            self.look()
+            self.poll()
 
-    def look(self) -> None:
-        """Look for new graphs once."""
+    def poll(self) -> None:
+        """Check once for new graphs, and report each."""
         now_s = time.monotonic()
         begun = {key for key, _ in set(self._layout.begun()) - self._others} - self._settled
         self._first_seen_s = {key: self._first_seen_s.get(key, now_s) for key in sorted(begun)}

@@ -41,7 +41,7 @@ def join(backend: str, limit_s: float) -> dict[str, Any]:
     timeout = timedelta(seconds=limit_s)
     port = int(os.environ["MASTER_PORT"])
     if placement.rank:
-        why = _silence(host, port, limit_s)
+        why = _unreachable(host, port, limit_s)
         if why:
             return {"missing": [0], "error": why, "rows": []}
     try:
@@ -59,8 +59,11 @@ def join(backend: str, limit_s: float) -> dict[str, Any]:
         opened.close()
 
 
-def _silence(host: str, port: int, limit_s: float) -> str:
-    """Reason why nobody answers at an address within the limit; empty if somebody does. torch's own wait has no end."""
+def _unreachable(host: str, port: int, limit_s: float) -> str:
+    """Try to connect to an address; return the reason if no server answers within the limit, else nothing.
+
+    torch itself would wait without a limit.
+    """
     limit, why = time.monotonic() + limit_s, "no answer"
     while time.monotonic() < limit:
         try:

@@ -1,4 +1,4 @@
-"""`nxtrain doctor`: all checks of this machine, for people, for scripts, for Slurm's health check and a pod's probe."""
+"""`nxtrain doctor`: all checks of this machine, as text, as JSON, for Slurm's health check and a pod's probe."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def line_of(finding: Finding) -> str:
-    """Finding for people."""
+    """Text of a finding, with the cause and the fix of a fault."""
     if finding.ok:
         return f"{'ok':6}{finding.name:12}{finding.what}"
     return f"{'FAULT':6}{finding.name:12}{finding.what}\n{'':18}why: {finding.why}\n{'':18}fix: {finding.fix}"

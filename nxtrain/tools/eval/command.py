@@ -23,7 +23,7 @@ from nxtrain.common.process.placement import Placement
 from nxtrain.common.process.progress import Progress
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, EVALUATION_CACHE_DIR, EVALUATIONS_FILE
 from nxtrain.tools.eval.harness import HarnessTask, definition_of
-from nxtrain.tools.eval.led_scorer import lead
+from nxtrain.tools.eval.leader_scorer import run_on_leader
 from nxtrain.tools.eval.offline import offline_task, texts_of
 from nxtrain.tools.eval.pairs import PairsTask
 from nxtrain.tools.eval.scorer import Scorer
@@ -76,7 +76,7 @@ def evaluate(address: str, options: Options, note: Callable[[str], None] = lambd
     """Evaluate checkpoints; every rank calls this, and ranks share the requests.
 
     Args:
-        address: A run folder, a checkpoint, a mirror or its address in S3, or a Hugging Face folder.
+        address: A run folder, a checkpoint, a mirror or its address, or a Hugging Face folder.
     """
     with Progress("reading the names of tasks", console=standard_error(quiet=not Placement.read().is_leader)):
         choices: Sequence[Choice] = ()
@@ -186,7 +186,7 @@ def _run(
         return task.run(scorer, backend)
     if isinstance(task, HarnessTask):
         answers = run / EVALUATION_CACHE_DIR if run else None
-        return lead(scorer, waiting, lambda led: task.run(led, answers))
+        return run_on_leader(scorer, waiting, lambda led: task.run(led, answers))
     pairs = []
     for request in task.requests:
         pairs += [(request.context, choice) for choice in request.choices]
@@ -224,7 +224,7 @@ def _run_of(model: Trained) -> Path | None:
 
 
 def table(evaluations: Sequence[Evaluation]) -> str:
-    """Results for people: a line for each task of each checkpoint."""
+    """Table of results for the terminal: a line for each task of each checkpoint."""
     lines = []
     for evaluation in evaluations:
         head = str(evaluation.model.location)

@@ -218,7 +218,7 @@ def generate(
     """Continue texts; every rank of a tensor parallel world calls this, and gets the same texts.
 
     Args:
-        address: A checkpoint, a run folder, a mirror or its address in S3, or a Hugging Face folder.
+        address: A checkpoint, a run folder, a mirror or its address, or a Hugging Face folder.
         show: Called with the number of a text and its next piece, first with each prompt; None: progress is printed.
         on_found: Called with the model before its weights are read.
     """

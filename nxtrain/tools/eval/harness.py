@@ -1,6 +1,6 @@
 """Tasks of the lm-evaluation-harness on a model of ours, for machines that reach the tasks' data.
 
-Only the leader runs the harness, whose requests all ranks share: see `nxtrain.tools.eval.led_scorer`.
+Only the leader runs the harness, whose requests all ranks share: see `nxtrain.tools.eval.leader_scorer`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from nxtrain.checkpoint.meta import fingerprint
 from nxtrain.common.errors import DataError, NxtrainError
 from nxtrain.tools.eval.generate import Sampling
-from nxtrain.tools.eval.led_scorer import LedScorer, is_of_the_scorer
+from nxtrain.tools.eval.leader_scorer import LeaderScorer, is_of_the_scorer
 from nxtrain.tools.eval.scorer import Likelihood, Scorer
 from nxtrain.tools.eval.task import Metrics, is_number
 
@@ -54,7 +54,7 @@ class HarnessTask:
             identity += f" definition={self.definition}"
         return identity
 
-    def run(self, scorer: Scorer | LedScorer, answers: Path | None) -> Metrics:
+    def run(self, scorer: Scorer | LeaderScorer, answers: Path | None) -> Metrics:
         """Run the task; only the leader calls this. A killed evaluation goes on from the folder of answers.
 
         Raises:
@@ -173,7 +173,7 @@ def _registry(folder: Path | None, *, own_only: bool) -> TaskManager:
     return TaskManager(include_path=folders, include_defaults=not own_only)
 
 
-def adapter(scorer: Scorer | LedScorer, seed: int = 0) -> Any:
+def adapter(scorer: Scorer | LeaderScorer, seed: int = 0) -> Any:
     """Model of the harness that asks a scorer."""
     from lm_eval.api.model import LM
 
@@ -204,9 +204,9 @@ def adapter(scorer: Scorer | LedScorer, seed: int = 0) -> Any:
 
 
 def _continued(
-    scorer: Scorer | LedScorer, asked: Sequence[tuple[str, dict[str, Any]]], keep: Callable[..., None], seed: int
+    scorer: Scorer | LeaderScorer, asked: Sequence[tuple[str, dict[str, Any]]], keep: Callable[..., None], seed: int
 ) -> list[str]:
-    """Continuations of texts; those with the same rule of sampling are made together, and drawn ones are not kept."""
+    """Continue texts, in one batch for each rule of sampling; drawn continuations are not kept."""
     from lm_eval.models.utils import normalize_gen_kwargs
 
     groups: dict[Sampling, list[int]] = {}

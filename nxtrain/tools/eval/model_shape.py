@@ -41,7 +41,7 @@ def read_hf(location: Path) -> tuple[ModelFamily, ModelConfig, frozenset[int]]:
 
 
 def local_shape(address: str) -> tuple[ModelFamily, ModelConfig] | None:
-    """Family and shape of a model on this machine's storage; None for an address in S3, and if neither can be read."""
+    """Family and shape of a model on this machine's storage; None for an address, or if neither can be read."""
     try:
         location = location_of(address)
         if not isinstance(location, Path):

@@ -1,7 +1,8 @@
-"""Most likely tokens of a model after each token of rows, written for runs with `data.teacher`."""
+"""File with the most likely tokens of a teacher model for each target of a token file, for `data.teacher`."""
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from nxtrain.backends import choose, open_backend
 from nxtrain.backends.base import Backend
-from nxtrain.common.errors import ConfigError
+from nxtrain.common.errors import ConfigError, DivergedError
 from nxtrain.common.io.object_store import location_of
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.process.console import standard_error
@@ -25,21 +26,25 @@ from nxtrain.tools.eval.trained import Trained
 
 
 def teach(address: str, rows: str, out: Path, k: int) -> None:
-    """Write the tokens of a teacher; every rank of a tensor parallel world calls this.
+    """Write the K most likely tokens of a teacher for each target; every rank of a tensor parallel world calls this.
 
     Args:
-        address: Teacher: a checkpoint, a run folder, a mirror or its address, or a Hugging Face folder.
-        rows: .npy of ids, (rows, S + 1).
-        out: .npy of `nxtrain.data.teacher`.
-        k: Tokens for each target.
+        address: Location of the teacher: a checkpoint, a run folder, a mirror or its address, or a Hugging Face folder.
+        rows: .npy file of ids, (rows, S + 1).
+        out: .npy file to write, in the format of `nxtrain.data.teacher`.
+        k: Number of tokens for each target.
     """
-    model = Trained.find(address)
+    model = Trained.find(address, reads_text=False)
     vocab_size = model.config.vocab_size
     if k > vocab_size:
         raise ConfigError(f"--k {k} exceeds the {vocab_size} tokens of the vocabulary; use {vocab_size} or less")
-    file = open_file(location_of(rows), None)
+    location = location_of(rows)
+    if isinstance(location, Path) and os.path.realpath(out) == os.path.realpath(location):
+        raise ConfigError(f"--out {out} is the file of --rows, and would replace the ids; give another name")
+    file = open_file(location, None)
     _, shape, _ = header(file)
-    samples = FileSamples(file, seq_len=shape[-1] - 1, vocab_size=vocab_size)
+    seq_len = max(1, shape[-1] - 1) if shape else 1  # a table without targets is refused by its shape
+    samples = FileSamples(file, seq_len=seq_len, vocab_size=vocab_size)
     backend = open_backend(choose("auto")[0])
     try:
         teach_on(backend, model, samples, out, k)
@@ -48,7 +53,7 @@ def teach(address: str, rows: str, out: Path, k: int) -> None:
 
 
 def teach_on(backend: Backend, model: Trained, samples: FileSamples, out: Path, k: int) -> None:
-    """Write the tokens of a teacher on an open backend, whose ranks share the model by tensor parallelism."""
+    """Write the file of `teach` on an open backend, whose ranks share the model by tensor parallelism."""
     mesh = Mesh.build(backend.world, backend.rank, tp=backend.world)
     backend.lay_out(mesh)
     lm = model.open(backend, samples.seq_len, mesh)
@@ -63,16 +68,22 @@ def teach_on(backend: Backend, model: Trained, samples: FileSamples, out: Path, 
             ids = samples.rows(np.array([row]))[:, :-1]
             with torch.no_grad():
                 likeliest = _likeliest(lm.logits(backend.put(torch.from_numpy(ids.copy())))[0], k)
+            if likeliest.min() < 0:  # on every rank, since all have the same logits
+                reason = f"the teacher's logits are not finite in row {row} of {samples.name}"
+                raise DivergedError(f"{reason}: its weights diverged; take an earlier checkpoint")
             if draft is not None:
                 draft.write(likeliest.tobytes())
             progress.show(row + 1)
 
 
 def _likeliest(logits: Tensor, k: int) -> NDArray[np.int32]:
-    """Row of a teacher's file: (S, V) logits to (2K, S)."""
+    """Token ids and probabilities of a row of the file, in units of 2^-24: (S, V) logits to (2K, S).
+
+    Units are -1 where logits are not finite.
+    """
     top, ids = logits.float().topk(k, dim=-1)
     probabilities = (top - logits.float().logsumexp(-1, keepdim=True)).exp()
-    units = (probabilities * PROBABILITY_UNITS).round().to(torch.int32)
+    units = (probabilities * PROBABILITY_UNITS).round().nan_to_num(nan=-1.0).to(torch.int32)
     both = torch.cat([ids.to(torch.int32), units], dim=-1).t().contiguous()
     result: NDArray[np.int32] = both.cpu().numpy().astype("<i4")
     return result

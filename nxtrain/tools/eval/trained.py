@@ -29,34 +29,47 @@ class Trained:
     is_hf: bool
     family: ModelFamily
     config: ModelConfig
-    tokenizer: Tokenizer
+    opened: Tokenizer | None  # tokenizer; None for a model that reads no text
     ends: frozenset[int]  # ids that end a text, as the checkpoint or folder declares them
     step: int = 0  # finished updates; 0 for a Hugging Face folder
     tokens: int = 0  # positions of the rows that the updates consumed; 0 for a Hugging Face folder
     identity: str = ""  # name of the weights, which differs from that of other weights of the same step
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of a model that reads text."""
+        assert self.opened is not None, "the model was found with reads_text=False"
+        return self.opened
+
     @staticmethod
-    def find(address: str) -> Trained:
-        """Find a model at a checkpoint, a run folder, a mirror or its address in S3, or a Hugging Face folder.
+    def find(address: str, *, reads_text: bool = True) -> Trained:
+        """Find a model at a checkpoint, a run folder, a mirror or its address, or a Hugging Face folder.
 
         All but the weights is read.
+
+        Args:
+            address: Location of the model.
+            reads_text: Open the tokenizer; otherwise, the tokenizer may be absent.
         """
         location = location_of(address)
         if isinstance(location, Path) and is_hf_folder(location):
-            tokenizer = _open_tokenizer(location)
+            tokenizer = _open_tokenizer(location) if reads_text else None
             family, config, declared = read_hf(location)
             identity = fingerprint([str(location.resolve()).encode(), content_of(location / CONFIG)])
-            return Trained(location, True, family, config, tokenizer, declared | end_ids(tokenizer), identity=identity)
+            if tokenizer is not None:
+                declared |= end_ids(tokenizer)
+            return Trained(location, True, family, config, tokenizer, declared, identity=identity)
         if isinstance(location, Path) and is_hf_folder(location, ADAPTER_CONFIG):
             hint = f"make a whole model of it: nxtrain convert peft-to-hf {location} DST --base DIR"
             raise ConfigError(f"{location} holds an adapter in PEFT's format and no model; {hint}")
         location = locate_checkpoint(address)
-        tokenizer, meta = _open_tokenizer(location), read_meta(location)
+        tokenizer = _open_tokenizer(location) if reads_text else None
+        meta = read_meta(location)
         family, config = meta.model()
-        ends = end_ids(tokenizer)
-        end = tokenizer.token_to_id(meta.end_of_text) if meta.end_of_text else None
-        if end is not None:
-            ends |= {end}
+        ends: frozenset[int] = frozenset()
+        if tokenizer is not None:
+            end = tokenizer.token_to_id(meta.end_of_text) if meta.end_of_text else None
+            ends = end_ids(tokenizer) | ({end} if end is not None else frozenset())
         # The manifest has the checksums of all tensors.
         identity = f"{meta.step}-{meta.manifest_crc32:08x}"
         return Trained(location, False, family, config, tokenizer, ends, meta.step, meta.tokens, identity)

@@ -125,7 +125,7 @@ def present(report: Mapping[str, Any], *, as_json: bool) -> None:
             console.print(line, markup=False)
     problems = report["problems"]
     if problems:
-        raise BackendError("\n".join(["a cluster would pay for these graphs:", *(f"  {line}" for line in problems)]))
+        raise BackendError("\n".join(["these graphs have problems:", *(f"  {line}" for line in problems)]))
 
 
 def _traced(job: Mapping[str, Any], local_world: int) -> dict[str, Any]:

@@ -119,7 +119,7 @@ class _Kernels(FusedKernels):
         return rows.new_empty(len(rows), matrices.shape[2])
 
     def grouped_gradient(self, left: Tensor, right: Tensor, groups: RowGroups, out: Tensor) -> None:
-        """Leave the result as it is, which no value shows."""
+        """Do nothing: values of the result are not traced."""
 
     def tiles(self, shapes: Mapping[str, Sequence[int]]) -> list[list[Rows]]:
         return [[rows] for rows in row_tiles(shapes, TILE_ENTRIES)]

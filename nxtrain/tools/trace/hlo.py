@@ -23,7 +23,7 @@ _TYPE_BYTES = {"pred": 1, "bf16": 2, "token": 0}
 
 @dataclass(frozen=True)
 class Collective:
-    """One communication of a graph."""
+    """Collective operation of an HLO graph."""
 
     op: str  # one of `OPS`
     groups: Groups  # of a collective-permute, its pairs of source and target
@@ -33,7 +33,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class HloGraph:
-    """Contents of a graph."""
+    """Collectives of an HLO graph, and True if the graph computes in float64."""
 
     collectives: tuple[Collective, ...]  # collectives in the order of the text
     has_f64: bool

@@ -103,7 +103,7 @@ def _entry(recording: Recording, hash_: str, name: str) -> dict[str, Any]:
 
 
 def _dp_scale(recording: Recording, graph: HloGraph) -> float | None:
-    """Constant that multiplies sums over the ranks of dp x cp; of several constants the wrong one."""
+    """Constant that multiplies sums over the ranks of dp x cp; of several constants, a wrong one."""
     data_parallel = ("dp", "dpxcp", "cp", "shard", "replica", "expert_copies", "expert_shard", "expert_replica")
     scales: set[float] = set()
     for collective in graph.collectives:
@@ -114,8 +114,8 @@ def _dp_scale(recording: Recording, graph: HloGraph) -> float | None:
 
 def _problems(recording: Recording, names: Mapping[str, str], graphs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for ranks in recording.by_stage():
-        yield from _disagreements(recording, ranks)
-    yield from _strangers(recording, names)
+        yield from _rank_mismatches(recording, ranks)
+    yield from _stage_mismatches(recording, names)
     yield from _recompilations(recording)
     axes = ", ".join(f"{axis.name} of {axis.size}" for axis in recording.axes) or "none, since it has one rank"
     for graph in graphs:
@@ -140,8 +140,8 @@ def _problems(recording: Recording, names: Mapping[str, str], graphs: Sequence[M
         )
 
 
-def _disagreements(recording: Recording, ranks: Sequence[int]) -> Iterator[str]:
-    """Problems of ranks whose graphs differ from those of the first rank of their stage: collectives would not meet."""
+def _rank_mismatches(recording: Recording, ranks: Sequence[int]) -> Iterator[str]:
+    """Problems of ranks whose graphs differ from the first rank of their stage: their collectives would hang."""
     parts = recording.parts()
     course: dict[int, list[tuple[int, str, str]]] = {rank: [] for rank in ranks}
     for cut, part in parts:
@@ -163,8 +163,11 @@ def _disagreements(recording: Recording, ranks: Sequence[int]) -> Iterator[str]:
     )
 
 
-def _strangers(recording: Recording, names: Mapping[str, str]) -> Iterator[str]:
-    """Collectives over stages whose graphs differ between the stages or mix with one stage's own work: they hang."""
+def _stage_mismatches(recording: Recording, names: Mapping[str, str]) -> Iterator[str]:
+    """Problems of collectives between pipeline stages whose graphs differ, which would hang.
+
+    Such a collective must be in a graph that every stage runs, in the same order.
+    """
     if not recording.stages:
         return
     alike: dict[tuple[str, tuple[tuple[str, Groups, int], ...]], str] = {}

@@ -149,7 +149,7 @@ class _Tape(RunObserver):
 def _play(
     plan: Resolved, world: int, tape: _Tape, steps: int, bind: Callable[[Backend], Binding] | None = None
 ) -> tuple[Mesh, ParamTable]:
-    """Run the trainer as one rank; everything but the device, the weights and the data is that of a run."""
+    """Run the trainer as one rank, with stand-ins for the device, the weights and the data."""
     backend = TracingBackend(world, tape.rank, tape)
     if bind is not None:
         backend.binding = bind(backend)

@@ -88,7 +88,7 @@ def closed_form(state: TrainState) -> ClosedForm:
 
 
 def measure_initial_norm(state: TrainState) -> tuple[InitialNorm, str]:
-    """Measure the norm of drawn weights; returns its values, and a line for people. Every rank calls this."""
+    """Measure the norm of drawn weights; return values for the record, and a message. Every rank calls this."""
     expected = closed_form(state)
     if state.backend.collectives.lazy:
         norm = _norm_on_host(state)

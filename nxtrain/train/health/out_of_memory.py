@@ -65,7 +65,7 @@ def held_bytes(state: TrainState, plan: Resolved) -> dict[str, int]:
 
 
 def advice(plan: Resolved, held: Mapping[str, int], *, backend: str, dp: int, tp: int, on_host: bool) -> list[str]:
-    """Keys that lower the memory of a rank, those of the largest kind first.
+    """Keys that lower the memory of a rank, in descending order of the kinds of memory that they lower.
 
     Args:
         plan: The checked configuration.

@@ -125,7 +125,10 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def gather(self) -> tuple[list[Tensor], Tensor]:
-        """Checksums of all holders, (R, P) int32 per ballot, and the number in the world that differ, () float32."""
+        """Gather the checksums of all holders, (R, P) int32 for each entry of `ballots`.
+
+        With them comes the number of checksums that differ, over all ranks, () float32.
+        """
         collectives, mesh = self._state.backend.collectives, self._mesh
         of_all: list[Tensor] = []
         if self.ballots:

@@ -104,7 +104,7 @@ class StopCoordinator:
             return None
         return SOON_S + self._world * SOON_S_PER_RANK
 
-    def look(self, *, due: bool) -> None:
+    def poll(self, *, due: bool) -> None:
         """Poll for a stop, publish the last begun step of this rank, and read the agreed last step.
 
         Args:

@@ -51,7 +51,7 @@ class RestoreProgress:
         self._seen = self._shared = self._all = 0
         self.at = time.monotonic()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Poll the bytes of this process."""
         seen = self._here()
         if seen != self._seen:
@@ -173,7 +173,7 @@ class Watchdog(RunObserver):
         self._finished = step
 
     def drain(self) -> None:
-        """Enter the wait for the last checkpoint, or get on with it."""
+        """Note the start of the wait for the last checkpoint, or progress in this wait."""
         self.enter(self._finished, "checkpoint")
 
     def lay_out(self, rank_name: Callable[[int], str], stages: Sequence[int]) -> None:
@@ -230,7 +230,7 @@ class Watchdog(RunObserver):
             self._look_at_agent,
             lambda: self._ticking.start(self._observers.beat),
             self._look_at_myself,
-            lambda: self._stop.look(due=time.monotonic() >= self._next_beat),
+            lambda: self._stop.poll(due=time.monotonic() >= self._next_beat),
             self._look_at_others,
             self._look_at_failure,
         )
@@ -268,7 +268,7 @@ class Watchdog(RunObserver):
             os._exit(1)
 
     def _look_at_myself(self) -> None:
-        self._received.look()
+        self._received.poll()
         if self._limited and (self._late or self._age() > self._limit()):
             self._hang()
 

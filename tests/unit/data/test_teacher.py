@@ -84,6 +84,7 @@ def test_keys_that_a_teacher_excludes(tmp_path: Path) -> None:
     tokens = ("data.source=tokens", "data.path=rows.npy", "data.validation_fraction=0", "train.eval_every=0")
     checked(tmp_path, *tokens, *taught)
     assert only(tmp_path, *tokens, "data.teacher_k=3").key == "data.teacher_k"
+    assert only(tmp_path, *tokens, "data.teacher_weight=0.5").key == "data.teacher_weight"
     assert only(tmp_path, *tokens, "data.teacher=taught.npy").key == "data.teacher_k"
     assert "data.source=stdlib" in only(tmp_path, *taught).reason
     assert "nxd" in only(tmp_path, *tokens, *taught, "backend.layers=nxd", "backend.name=neuron").reason

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from nxtrain.cli import launch as launch_command
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.machines import INSTANCE_TYPES
+from nxtrain.config.check import MOST_NAME_BYTES
 from nxtrain.config.load import load, values
 from nxtrain.config.tables import toml_value
 from nxtrain.launch.targets import kubernetes
@@ -55,7 +56,9 @@ TEXTS = st.text(
 WORDS = """$(touch~owned) `touch~owned` $(HOME) $$(HOME) $HOME ';touch~owned;' " a|#SBATCH~--nodes=9 y n on null ~ 1e3
 0o7 0x1F 1_0 .inf 2026-01-01 = << a:~b -~a {{x}} '''|import~os {nodes} x|---|kind:~Pod --wrap=touch~owned"""
 NASTY = st.one_of(TEXTS, st.sampled_from([word.replace("~", " ").replace("|", "\n") for word in WORDS.split()]))
-NAMES = NASTY.filter(lambda text: not re.search(r"^[\s.]*$|[/\x00-\x1f\x7f-\x9f\u2028\u2029]", text))
+NAMES = NASTY.filter(lambda text: not re.search(r"^[\s.]*$|[/\x00-\x1f\x7f-\x9f\u2028\u2029]", text)).filter(
+    lambda text: len(text.encode()) <= MOST_NAME_BYTES
+)
 """Texts that may be names of runs."""
 
 

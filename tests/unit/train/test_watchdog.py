@@ -131,7 +131,7 @@ def test_a_store_that_was_slow_is_asked_again(tmp_path: Path, failures: int) -> 
     watchdog.gate.resume(4)
     watchdog._signals.asked = "SIGTERM"
     for _ in range(failures + 2):
-        watchdog._stop.look(due=True)
+        watchdog._stop.poll(due=True)
         watchdog._link.reach()
         until(lambda: watchdog._link.store is not None)
     assert board.said == ["SIGTERM at rank 1", "begun 4"]
@@ -143,10 +143,10 @@ def test_without_the_store_no_rank_of_many_decides_alone(tmp_path: Path) -> None
     link = watchdog._link
     link._lost, link.store, link._lost_at = link.store, None, time.monotonic()
     watchdog._signals.asked = "SIGTERM"
-    watchdog._stop.look(due=True)
+    watchdog._stop.poll(due=True)
     assert not watchdog.gate.stops(1), "it may come back"
     link._lost_at -= GIVE_UP_S
-    watchdog._stop.look(due=True)
+    watchdog._stop.poll(due=True)
     with pytest.raises(LostPeerError, match="does not answer"):
         watchdog.gate.stops(2)
 
@@ -158,7 +158,7 @@ def test_a_run_that_is_killed_after_it_was_asked_to_stop_has_not_failed(tmp_path
         meter.begin(0)
         watchdog.report_to(meter)
         watchdog._signals.asked = "SIGTERM"
-        watchdog._stop.look(due=True)
+        watchdog._stop.poll(due=True)
         with watchdog._stop._on_stop_task._busy:  # the note is written
             pass
 
@@ -166,7 +166,7 @@ def test_a_run_that_is_killed_after_it_was_asked_to_stop_has_not_failed(tmp_path
 def test_a_stop_that_was_requested_before_the_first_step_is_recorded_too(tmp_path: Path) -> None:
     meter, watchdog = GoodputMeter(tmp_path / LOGS_DIR), watch(tmp_path)
     watchdog._signals.asked = "SIGTERM"
-    watchdog._stop.look(due=True)
+    watchdog._stop.poll(due=True)
     meter.begin(0)
     watchdog.report_to(meter)
     assert read(tmp_path / LOGS_DIR)[-1].stop == "SIGTERM"

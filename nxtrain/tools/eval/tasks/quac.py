@@ -39,7 +39,7 @@ def _questions(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
 
 
 def score(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """F1 of an answer against those of people."""
+    """F1 of an answer against the answers of people."""
     answer = results[0].strip().partition("\n")[0]
     return {"f1": _without_one(doc["answers"], lambda rest, left: _best(answer, rest or [left]))}
 

@@ -60,9 +60,9 @@ def test_what_the_run_compiles_is_reported_once_unless_it_is_expected(tmp_path: 
     try:
         end = time.monotonic() + 60
         while not recorder.keys and time.monotonic() < end:
-            guard.look()
+            guard.poll()
             time.sleep(0.02)
-        guard.look()
+        guard.poll()
         assert recorder.keys == [(key(2), 1)]
     finally:
         for process in processes:
@@ -78,7 +78,7 @@ def test_what_another_run_compiles_is_not(tmp_path: Path, stranger: int) -> None
         while not list(naming(key(2).module)):
             assert time.monotonic() < end
         for _ in range(5):
-            guard.look()
+            guard.poll()
             time.sleep(0.1)
     finally:
         end_tree(process)
@@ -89,11 +89,11 @@ def test_a_lock_whose_compiler_nobody_sees_counts_after_a_while(tmp_path: Path, 
     recorder = MissRecorder()
     patient, hasty = (watch(tmp_path, recorder, stranger, patience_s) for patience_s in (100.0, 0.0))
     add_locked(tmp_path, key(2))
-    patient.look()
+    patient.poll()
     assert recorder.keys == []
-    hasty.look()
+    hasty.poll()
     time.sleep(0.01)
-    hasty.look()
+    hasty.poll()
     assert recorder.keys == [(key(2), 0)]
 
 
@@ -105,14 +105,14 @@ def test_locks_of_others_and_what_is_not_being_compiled_are_not_reported(tmp_pat
     add_pending(tmp_path, key(4))
     add_done(tmp_path, key(5))  # fetched from elsewhere
     for _ in range(3):
-        guard.look()
+        guard.poll()
         time.sleep(0.01)
     assert recorder.keys == []
     lock = tmp_path / COMPILER / key(2).module / LOCK
     lock.unlink()
     add_locked_again(lock)
     for _ in range(2):
-        guard.look()
+        guard.poll()
         time.sleep(0.01)
     assert recorder.keys == [(key(2), 0)]
 

@@ -138,8 +138,8 @@ def test_a_watch_tells_of_each_new_file_once(tmp_path: Path) -> None:
     watch = MissWatch(Cache(tmp_path).layout("neff"), {neff(2)}, os.getpid(), lambda key, _: reported.append(key))
     for number in (2, 3):
         add(tmp_path, number)
-    watch.look()
-    watch.look()
+    watch.poll()
+    watch.poll()
     assert reported == [neff(3)]
 
 

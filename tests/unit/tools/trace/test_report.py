@@ -147,7 +147,7 @@ def test_a_report_is_printed_before_it_fails(capsys: pytest.CaptureFixture[str],
     sound = report(SOUND) | extra
     present(sound, as_json=as_json)
     printed = capsys.readouterr().out
-    with pytest.raises(BackendError, match="would pay for these graphs:\n  steady: compiled again") as raised:
+    with pytest.raises(BackendError, match="these graphs have problems:\n  steady: compiled again") as raised:
         present(report(recording(*run(0, "a", "s"))) | extra, as_json=as_json)
     assert raised.value.exit_code == 5
     failed = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Evaluation by a program of one rank: the leader asks the model, and every rank computes its part of the answer.
+"""Evaluation by a program on one rank: the leader requests scores, and every rank computes its part of them.
 
 Recent releases of the lm-evaluation-harness give results to one process only. Ranks that each ran the harness could
 also ask for different texts, since each would keep answers of its own.
@@ -25,7 +25,7 @@ Call = tuple[str, tuple[Any, ...], Mapping[str, Any]]
 END = ""
 
 
-class LedScorer:
+class LeaderScorer:
     """Scorer for a program that only the leader runs; each method runs the method of `Scorer` on every rank."""
 
     def __init__(self, scorer: Scorer, ranks: Ranks) -> None:
@@ -42,14 +42,16 @@ class LedScorer:
         return call
 
 
-def lead(scorer: Scorer, ranks: Ranks, program: Callable[[LedScorer], T]) -> T:
-    """Result of a program on the leader, whose calls of the scorer run on every rank; every rank calls this.
+def run_on_leader(scorer: Scorer, ranks: Ranks, program: Callable[[LeaderScorer], T]) -> T:
+    """Run a program on the leader, whose calls of the scorer run on every rank; return the result on every rank.
+
+    Every rank calls this function.
 
     An error of the program or of the scorer is raised on every rank.
     """
     if ranks.is_leader:
         try:
-            result = program(LedScorer(scorer, ranks))
+            result = program(LeaderScorer(scorer, ranks))
         except Exception as error:
             if not is_of_the_scorer(error):  # the other ranks wait, while an error of the scorer is raised on them
                 with suppress(NxtrainError):
