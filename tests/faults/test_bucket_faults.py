@@ -17,8 +17,8 @@ from nxtrain.data.arrow import seal, streams, work
 from nxtrain.launch.exit_codes import FINAL
 from tests.support.commands import command, write_config
 from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
+from tests.support.object_stores import BUCKET, Fault, failing_s3, s3, s3_variables
 from tests.support.runs import FILE, course
-from tests.support.s3 import BUCKET, Fault, failing_s3, s3, s3_variables
 
 __all__ = ["s3", "s3_variables"]
 

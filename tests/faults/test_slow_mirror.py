@@ -12,9 +12,9 @@ import pytest
 from nxtrain.common.errors import HangError, StoppedBySignal
 from nxtrain.common.io import object_store
 from tests.support.commands import command, ended, start_rank, trained, write_config
+from tests.support.object_stores import BUCKET, s3, s3_variables, slow_s3
 from tests.support.processes import free_port
 from tests.support.runs import course, saved_steps
-from tests.support.s3 import BUCKET, s3, s3_variables, slow_s3
 
 __all__ = ["s3", "s3_variables"]
 

@@ -14,11 +14,19 @@ from nxtrain.common.errors import BackendError, CheckpointError, ConfigError
 from nxtrain.common.io.object_store import open_store
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.tools.compile.cache import Cache
-from tests.support.buckets import azure, azure_variables, gcs, gcs_variables, needs_azurite
 from tests.support.caches import add_done, key
 from tests.support.commands import command, write_config
+from tests.support.object_stores import (
+    BUCKET,
+    azure,
+    azure_variables,
+    gcs,
+    gcs_variables,
+    needs_azurite,
+    s3,
+    s3_variables,
+)
 from tests.support.runs import course
-from tests.support.s3 import BUCKET, s3, s3_variables
 
 __all__ = ["azure", "azure_variables", "gcs", "gcs_variables", "s3", "s3_variables"]
 

@@ -26,9 +26,9 @@ from nxtrain.metrics.start_log import last_step
 from nxtrain.train.command import train_on
 from nxtrain.train.context import RunContext
 from nxtrain.train.start import start
+from tests.support.object_stores import BUCKET, drop_bucket, s3, s3_variables
 from tests.support.ranks import RankPool
 from tests.support.runs import course, run_plan, token_file
-from tests.support.s3 import BUCKET, drop_bucket, s3, s3_variables
 
 __all__ = ["s3", "s3_variables"]
 

@@ -12,7 +12,7 @@ from nxtrain.common.errors import BackendError, NxtrainError, StorageError
 from nxtrain.common.io.bucket import BucketPath
 from nxtrain.common.io.s3 import S3
 from nxtrain.launch.exit_codes import FINAL
-from tests.support.s3 import BUCKET, s3, s3_variables
+from tests.support.object_stores import BUCKET, s3, s3_variables
 
 __all__ = ["s3", "s3_variables"]
 

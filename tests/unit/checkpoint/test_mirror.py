@@ -28,8 +28,8 @@ from nxtrain.common.io.checksummed_file import TransferCounter, transferred
 from nxtrain.common.io.object_store import FolderStore, ObjectStore, location_of, open_store
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
+from tests.support.object_stores import BUCKET, drop_bucket, s3, s3_variables
 from tests.support.run_folders import meta
-from tests.support.s3 import BUCKET, drop_bucket, s3, s3_variables
 
 __all__ = ["s3", "s3_variables"]
 

@@ -17,7 +17,7 @@ from nxtrain.data import storage
 from nxtrain.data.arrow import preparation, rows
 from nxtrain.data.arrow.inspection import inspect_corpus
 from tests.support.corpora import FORMATS, contents, documents, prepare, write_corpus, write_tokenizer
-from tests.support.s3 import BUCKET, Fault, failing_s3, object_of, s3, s3_variables
+from tests.support.object_stores import BUCKET, Fault, failing_s3, object_of, s3, s3_variables
 from tests.unit.data.test_resumed_preparation import KilledError, Killing
 
 __all__ = ["s3", "s3_variables"]

@@ -31,7 +31,7 @@ from nxtrain.data.loader import Batch, BatchShare
 from nxtrain.data.stream_loader import LaneOrder, LanePosition, Lanes, LocalLanes, num_lanes
 from nxtrain.data.workers import WorkerPolicy, Workers
 from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
-from tests.support.s3 import BUCKET, Fault, failing_s3, object_of, s3, s3_variables
+from tests.support.object_stores import BUCKET, Fault, failing_s3, object_of, s3, s3_variables
 from tests.unit.data.conftest import open_at
 
 __all__ = ["s3", "s3_variables"]

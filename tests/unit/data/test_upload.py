@@ -14,7 +14,7 @@ from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.upload import upload
 from nxtrain.data.arrow.work import Outputs
 from tests.support.corpora import documents, prepare, write_corpus
-from tests.support.s3 import BUCKET, object_of, s3, s3_variables
+from tests.support.object_stores import BUCKET, object_of, s3, s3_variables
 
 __all__ = ["s3", "s3_variables"]
 

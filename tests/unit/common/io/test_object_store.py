@@ -17,8 +17,16 @@ from nxtrain.common.io.bucket import BucketPath
 from nxtrain.common.io.checksummed_file import digest_of, verify
 from nxtrain.common.io.object_store import BucketSource, ObjectStore, open_store
 from nxtrain.common.io.paths import listing
-from tests.support.buckets import azure, azure_variables, gcs, gcs_variables, needs_azurite
-from tests.support.s3 import BUCKET, s3, s3_variables
+from tests.support.object_stores import (
+    BUCKET,
+    azure,
+    azure_variables,
+    gcs,
+    gcs_variables,
+    needs_azurite,
+    s3,
+    s3_variables,
+)
 
 __all__ = ["azure", "azure_variables", "gcs", "gcs_variables", "s3", "s3_variables"]
 

@@ -16,7 +16,7 @@ from nxtrain.tools.compile.cache import Cache, UnusableEntryError
 from nxtrain.tools.compile.entries import DONE, LOCK, NEFF, CacheKey, Entry, Seal
 from nxtrain.tools.compile.sync import Bucket, CacheLocation, Step, open_location, sync
 from tests.support.caches import add_done, add_failed, add_locked, add_pending, key, neff
-from tests.support.s3 import BUCKET, s3, s3_variables
+from tests.support.object_stores import BUCKET, s3, s3_variables
 
 __all__ = ["s3", "s3_variables"]
 
