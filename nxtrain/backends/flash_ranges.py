@@ -83,9 +83,8 @@ class TorchFlash(FlashKernel):
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
         settings, sides = _settings(call)
-        state = torch.empty(
-            2, dtype=torch.uint64, device=q.device
-        )  # state of random numbers, which nothing reads without dropout
+        # State of random numbers, which nothing reads without dropout.
+        state = torch.empty(2, dtype=torch.uint64, device=q.device)
         grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
             grad, q, k, v, out, log_sums, *settings, 0.0, call.mask.causal, state, state[:0], **sides
         )
