@@ -175,6 +175,7 @@ def failing_s3(variables: dict[str, str], fault: Callable[[], Fault]) -> Iterato
 
 
 AZURITE = ROOT / "build" / "azurite" / "node_modules" / ".bin" / "azurite-blob"
+# A program of npm, which pip cannot install; `.ci/run` installs it where npm can be reached.
 needs_azurite = pytest.mark.skipif(
     not AZURITE.exists() or shutil.which("node") is None,
     reason="no azurite, which continuous integration installs: bash scripts/install_azurite.sh",

@@ -68,8 +68,10 @@ class Trained:
         family, config = meta.model()
         ends: frozenset[int] = frozenset()
         if tokenizer is not None:
+            ends = end_ids(tokenizer)
             end = tokenizer.token_to_id(meta.end_of_text) if meta.end_of_text else None
-            ends = end_ids(tokenizer) | ({end} if end is not None else frozenset())
+            if end is not None:
+                ends |= {end}
         # The manifest has the checksums of all tensors.
         identity = f"{meta.step}-{meta.manifest_crc32:08x}"
         return Trained(location, False, family, config, tokenizer, ends, meta.step, meta.tokens, identity)
