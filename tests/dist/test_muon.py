@@ -227,7 +227,7 @@ def drawn(index: int, degrees: Degrees, lane: str = "muon") -> Drawn:
         result = draw(lane, SEED, index + attempt * TRIES, degrees)
         # Any gradient gives as large an update, so none may be rounding alone. Queries of one or two keys have little
         # more, and routers have no more if the weight of a token's only expert is 1.
-        if result.resolved.config.train.seq_len > 3 and "model.config.num_experts_per_tok=1" not in result.overrides:
+        if result.most_keys > 3 and "model.config.num_experts_per_tok=1" not in result.overrides:
             break
     return replace(result, index=index, overrides=(*result.overrides, *muon))
 

@@ -76,6 +76,15 @@ class Drawn:
         return _resolved(self.overrides, self.degrees.world)
 
     @property
+    def most_keys(self) -> int:
+        """Most keys that a query sees in the layer where queries see fewest.
+
+        Queries of one key have gradients of zero, in which a run compares rounding alone.
+        """
+        seq_len, window = self.resolved.config.train.seq_len, self.resolved.dimensions.window
+        return seq_len if window is None else min(seq_len, window)
+
+    @property
     def reproduce(self) -> str:
         """The line that runs this draw again; with `--command`, by `nxtrain launch`."""
         return f"python scripts/fuzz.py {self.seed} --only {self}"

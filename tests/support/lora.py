@@ -16,7 +16,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from nxtrain.backends.attention_choice import AttentionShape
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.common.dimensions import MoeShape
 from nxtrain.config.check import Resolved
@@ -51,18 +50,11 @@ def draw_adapters(lane: str, seed: int, index: int, degrees: Degrees = ONE, **ki
     alpha = r * rng.choice((0.5, 1.0, 2.0))
     rslora = rng.random() < 0.3
     targets = () if rng.random() < 0.4 else tuple(rng.sample(LAYERS, rng.randint(1, 6)))
-    if targets and _sees_one_key(drawn.resolved) and set(targets) <= {"q_proj", "k_proj"}:
-        # Gradients of queries and keys are zero then, and a run of them alone would compare nothing but rounding.
+    if targets and drawn.most_keys == 1 and set(targets) <= {"q_proj", "k_proj"}:
         targets = (*targets, "v_proj")
     values = {"method": "lora", "r": r, "alpha": alpha, "rslora": rslora, "targets": targets}
     run = DrawnAdapters(**{field.name: getattr(drawn, field.name) for field in fields(drawn)})
     return replace(run, finetune=tuple(values.items()))
-
-
-def _sees_one_key(resolved: Resolved) -> bool:
-    """True if each query sees its own key alone, in every layer."""
-    shape = AttentionShape.of(resolved.config, resolved.dimensions)
-    return shape.seq_len == 1 or (shape.window == 1 and not shape.full_layers)
 
 
 def draw_quantized(lane: str, seed: int, index: int, degrees: Degrees = ONE, **kinds: Any) -> DrawnAdapters:
