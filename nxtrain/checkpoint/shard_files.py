@@ -193,4 +193,7 @@ def _fill(reader: ChecksummedReader, pieces: Sequence[_Piece], block_bytes: int)
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Memory of a contiguous host tensor."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() < 2:  # noqa: PLR2004 - such a view is contiguous with any stride
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8).numpy().data

@@ -15,7 +15,7 @@ import torch
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.manifest import Box, CheckpointManifest, TensorEntry, read_manifest
 from nxtrain.checkpoint.save import write_state
-from nxtrain.checkpoint.shard_files import LocatedShard, join, locate
+from nxtrain.checkpoint.shard_files import LocatedShard, bytes_of, join, locate
 from nxtrain.checkpoint.shards import TensorShard
 from nxtrain.checkpoint.staging import Staged
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
@@ -110,3 +110,19 @@ def test_a_manifest_names_files_of_ranks_and_no_others(tmp_path: Path, name: str
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(DamagedError, match="is no name of a rank's file"):
         read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.arange(6.0)[::2][1:2],
+        torch.arange(6.0).view(3, 2).t()[1:, 2:],
+        torch.arange(6.0)[3],
+        torch.arange(6.0)[::2][:0],
+        torch.arange(6.0).view(3, 2)[1:],
+    ],
+    ids=["strided", "transposed", "scalar", "empty", "rows"],
+)
+def test_the_bytes_of_a_view_are_those_of_its_copy(view: torch.Tensor) -> None:
+    """A tensor of one entry is contiguous, whatever its stride."""
+    assert bytes(bytes_of(view)) == view.clone().numpy().tobytes()
