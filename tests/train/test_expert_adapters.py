@@ -35,10 +35,14 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp(request.param)
     config = {"vocab_size": VOCAB, "hidden_size": 32, **SIZES[request.param]}
     hf_model(plan("gqa2", model={"family": request.param, "config": config}), std=0.2).save_pretrained(folder / "base")
+    write_rows(folder)
+    return folder / "base"
+
+
+def write_rows(folder: Path) -> None:
     rows = np.random.default_rng(1).integers(0, VOCAB, (8, SEQ + 1))
     np.save(folder / "rows.npy", np.sort(rows).astype(np.uint16))
     (folder / "run.toml").write_text("", encoding="utf-8")
-    return folder / "base"
 
 
 def train(base: Path, run: Path, *overrides: str, code: int = 0) -> str:
@@ -139,18 +143,16 @@ def test_what_adapters_of_experts_exclude_is_refused(base: Path, tmp_path: Path)
     assert code == 2 and "target_parameters has 'mlp.gate.weight'" in " ".join(said.split())
 
 
-def test_quantized_runs_export_experts_and_routers_as_they_are(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "targets"), [*((family, BOTH) for family in SIZES), ("gpt_oss", '["q_proj"]')])
+def test_quantized_runs_export_experts_and_routers_as_they_are(family: str, targets: str, tmp_path: Path) -> None:
     """Only linear layers are in NF4, during the run and in its export."""
-    wide = tmp_path / "base"
-    config = json.loads((base / "config.json").read_text())
-    sizes = {"hidden_size": 64, "head_dim": 64}
-    shape = {"vocab_size": VOCAB, **SIZES[config["model_type"]], **sizes}
-    hf_model(plan("gqa2", model={"family": config["model_type"], "config": shape}), std=0.2).save_pretrained(wide)
-    shutil.copyfile(base.parent / "rows.npy", tmp_path / "rows.npy")
-    (tmp_path / "run.toml").write_text("", encoding="utf-8")
-    train(wide, tmp_path / "run", f"finetune.targets={BOTH}", "finetune.method=qlora")
+    base = tmp_path / "base"
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "head_dim": 64, **SIZES.get(family, SIZES["mixtral"])}
+    hf_model(plan("gqa2", model={"family": family, "config": sizes}), std=0.2).save_pretrained(base)
+    write_rows(tmp_path)
+    train(base, tmp_path / "run", f"finetune.targets={targets}", "finetune.method=qlora")
     assert in_process("convert", "nxtrain-to-hf", tmp_path / "run", tmp_path / "merged", "--verify")[0] == 0
     torch.testing.assert_close(hf_logits(tmp_path / "merged"), our_logits(tmp_path / "run", STEPS), rtol=0, atol=2e-5)
-    merged, before = load_file(tmp_path / "merged" / "model.safetensors"), load_file(wide / "model.safetensors")
-    routers = [name for name in merged if name.endswith(".gate.weight")]
+    merged, before = load_file(tmp_path / "merged" / "model.safetensors"), load_file(base / "model.safetensors")
+    routers = [name for name in merged if name.endswith((".gate.weight", ".router.weight"))]
     assert routers and all(torch.equal(merged[name], before[name]) for name in routers if name in before)

@@ -117,9 +117,10 @@ class MergedFolder(HfFolder):
         self._updated = {peft_experts.weights_of(layer, mixture): layer for layer in sorted(adapter.layers)}
         self._whole = set[str]()
         if mixture is not None:
+            router = f".{mixture.module}.{mixture.router}.weight"
             for name in self.shapes:
                 # The matrices of experts and routers stay whole beside quantized ones.
-                is_expert = ".experts." in name or name.endswith(".gate.weight")
+                is_expert = ".experts." in name or name.endswith(router)
                 if is_expert and f".{mixture.module}." in name:
                     self._whole.add(name)
         self._restored = "", torch.empty(0)
