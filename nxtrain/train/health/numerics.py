@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +41,8 @@ ROUTERS = "routers"
 """Key of the checkpoint's stability state for findings about routers."""
 MOST_ALARMS = 3
 """Most alarms whose texts a record contains, the first since the record before."""
+OF_WEIGHTS = {"param_norm", "lost_update_frac"}
+"""Keys of a record with numbers of the weights, which are finite after a step that updates nothing."""
 HOPELESS = 50
 """Number of consecutive steps without an update that ends the run under every policy."""
 
@@ -168,7 +170,7 @@ class NumericsGuard:
             self._warn(f"{self._bad_steps.file} is written again, and lacks nothing")
         last_good = max(set(range(last_read + 1, step + 1)).difference(bad.steps), default=last_read - self._in_a_row)
         self._in_a_row = step - last_good
-        self._refuse_weights(step, bad, read, has_overflowed=step in overflows)
+        self._refuse_weights(step, bad, read, is_skipped=step in overflows)
         self._judge_rolled_back(bad, last_read, step)
         if bad.steps:
             self._decide(bad)
@@ -255,18 +257,16 @@ class NumericsGuard:
             texts[MOST_ALARMS:] = [f"{len(texts) - MOST_ALARMS} more"]
         return "; ".join(texts)
 
-    def _refuse_weights(self, step: int, bad: BadSteps, read: Mapping[str, float], *, has_overflowed: bool) -> None:
+    def _refuse_weights(self, step: int, bad: BadSteps, read: Mapping[str, float], *, is_skipped: bool) -> None:
         """End a run whose weights are not finite: they are not saved, and skipping steps cannot repair them.
 
         With `recovery.non_finite=rollback`, bad steps that are not known yet are rolled back instead. The rollback
         repairs the weights too.
         """
-        of_steps = set[str]()
-        if bad.steps:
-            of_steps = {"loss", "grad_norm"}
-        elif has_overflowed:
-            of_steps = {"grad_norm"}
-        wrong = [f"{key}={x}" for key, x in read.items() if key not in of_steps and not math.isfinite(x)]
+        judged: Collection[str] = read.keys()
+        if bad.steps or is_skipped:
+            judged = OF_WEIGHTS
+        wrong = [f"{key}={x}" for key, x in read.items() if key in judged and not math.isfinite(x)]
         if not wrong:
             return
         new = [number for number in bad.steps if self._verdicts.get(number) not in {"rolled_back", "persistent"}]

@@ -161,6 +161,15 @@ def test_weights_that_are_not_finite_end_the_run(tmp_path: Path, policy: str, ve
     assert JsonlLog(tmp_path / LOGS_DIR / NON_FINITE).read()[-1]["verdict"] == verdict
 
 
+@pytest.mark.parametrize("key", ["z_loss", "aux_loss", "noise_scale", "reward_chosen"])
+def test_other_numbers_of_a_bad_step_are_no_sign_of_bad_weights(tmp_path: Path, key: str) -> None:
+    watch = guard(tmp_path, "skip")
+    watch.begin(6, {})
+    assert watch.judge(7, {**BAD, "param_norm": 2.0, key: math.nan}).skipped_steps == (7,)
+    with pytest.raises(DivergedError, match=f"{key}=nan; the weights are not finite"):
+        watch.judge(8, {**GOOD, "param_norm": 2.0, key: math.nan})
+
+
 @pytest.mark.parametrize("spoilt", [b"\xff\n", b"[1]\n", b"3\n", b"{}\n", b'{"step": 6, "ver'])
 def test_a_file_of_verdicts_that_is_spoilt_tells_the_rest(tmp_path: Path, spoilt: bytes) -> None:
     write(tmp_path, {7: "persistent"})
