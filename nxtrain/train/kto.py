@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.common.mesh import Axis
-from nxtrain.train.preferences import Pairs, Preferences
+from nxtrain.train.preferences import Pairs, Preferences, mean_of
 
 
 class Kto(Preferences):
@@ -78,7 +78,7 @@ class Kto(Preferences):
         """Means for the record of a step; without a reward of a kind of answers that the global batch lacks."""
         numbers = {name: read.pop(name) for name in self.sums if name not in {"loss", "targets"}}
         answers, desirable = numbers["answers"], numbers["desirable"]
-        means = {name: numbers[name] / answers for name in ("reward_accuracy", "kl")}
+        means = {name: mean_of(numbers[name], answers) for name in ("reward_accuracy", "kl")}
         for name, count in (("reward_chosen", desirable), ("reward_rejected", answers - desirable)):
             if count:
                 means[name] = numbers[name] / count

@@ -15,6 +15,7 @@ label smoothing; Hong et al. 2024 (arXiv:2403.07691) equations 3 to 7 for ORPO.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,11 @@ class Pairs:
     reference: Tensor | None = None
     labels: Tensor | None = None
     divergence: Tensor | None = None
+
+
+def mean_of(total: float, number: float) -> float:
+    """Mean of a sum over some targets, pairs or answers; NaN over none."""
+    return total / number if number else math.nan
 
 
 class Preferences:
@@ -115,7 +121,7 @@ class Preferences:
     def means(self, read: dict[str, float]) -> dict[str, float]:
         """Means for the record of a step, from its sums, which are taken out of the numbers that were read."""
         pairs = read.pop("pairs")
-        means = {name: read.pop(name) / pairs for name in MEANS}
+        means = {name: mean_of(read.pop(name), pairs) for name in MEANS}
         return {"pairs": pairs, **means, "reward_margin": means["reward_chosen"] - means["reward_rejected"]}
 
     def _own(self, sums: Sequence[Tensor]) -> Tensor:

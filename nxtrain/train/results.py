@@ -28,16 +28,16 @@ class Summary:
     """Held-out loss, and the entropy and the size of the text to which the loss is compared.
 
     Attributes:
-        val_loss: Mean loss over the evaluated tokens, in nats.
-        unigram_entropy: Best loss on the same tokens of a model without context, in nats.
+        val_loss: Mean loss over the evaluated tokens, in nats; None without such tokens.
+        unigram_entropy: Best loss on the same tokens of a model without context, in nats; None without such tokens.
         bits_per_byte: Loss in bits per byte of the evaluated text, which runs with other tokenizers can be compared by;
             None if the tokenizer's tokens have no fixed number of bytes.
         val_tokens: Number of evaluated targets; none is of a prompt, or after the end of a masked document.
         val_bytes: Bytes of text of the evaluated tokens; None if unknown.
     """
 
-    val_loss: float
-    unigram_entropy: float
+    val_loss: float | None
+    unigram_entropy: float | None
     bits_per_byte: float | None
     val_tokens: int
     val_bytes: int | None
@@ -56,12 +56,16 @@ class Summary:
         assert rows is not None
         counts = target_counts(rows, num_rows, doc_mask=doc_mask)
         num_tokens = int(counts.sum())
+        if not num_tokens:
+            return Summary(None, None, None, 0, None)
         num_bytes = target_bytes(counts, data.tokenizer) if data.tokenizer else None
         bits = num_tokens * val_loss / math.log(2) / num_bytes if num_bytes else None
         return Summary(val_loss, unigram_entropy(counts), bits, num_tokens, num_bytes)
 
     def __str__(self) -> str:
         """Message with the loss, the bits per byte, and the entropy of the tokens."""
+        if self.val_loss is None or self.unigram_entropy is None:
+            return "no held-out token is a target, so that there is no held-out loss"
         bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits per byte"
         return (
             f"held-out loss {self.val_loss:.4f} nats per token (perplexity {math.exp(self.val_loss):.1f}){bits}; "

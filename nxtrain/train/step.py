@@ -164,8 +164,8 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     Losses and gradients are summed over tokens and averaged over the ranks of dp x cp. The division by the number of
     tokens per rank comes with the update. So every micro-batch is the same work, whatever their number.
 
-    If the loss or the norm of the gradient is not finite, nothing is updated; the step still counts. With fp16, the
-    update also divides by the loss scale, which a step that is not finite lowers.
+    If the loss or the norm of the gradient is not finite, nothing is updated; the step still counts. Both are NaN
+    without a target. With fp16, the update also divides by the loss scale, which an overflow lowers.
 
     Args:
         state: Train state, changed in place.
@@ -185,13 +185,13 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     skip = not_finite(loss, norm)
     if state.noise is not None:
         state.noise.add(grads, per_token, num_tokens, skip)
-    state.history.note(loss, norm)  # after the last collective before the update, which a lost peer may end
+    state.history.note(loss, norm, num_tokens)  # after the last collective before the update, which a lost peer may end
     state.section("optimizer")
     (rate,) = state.backend.scalars(lr)  # only here: an uploaded number joins the graph that is recorded next
     state.optimizer.step(grads, rate, clip_factor(norm, state.clip) * per_token, skip)
     state.data_parallel.publish()
     if state.loss_scale is not None:
-        state.loss_scale.update(skip)
+        state.loss_scale.update(skip & (num_tokens > 0))
     return StepResult(loss, norm, num_tokens, *_other_numbers(state, sums), loads)
 
 

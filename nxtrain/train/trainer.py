@@ -23,6 +23,7 @@ from nxtrain.metrics.sinks import Sink
 from nxtrain.optim.schedule import Schedule
 from nxtrain.train.device_batch import DeviceBatch
 from nxtrain.train.health.numerics import NumericsGuard
+from nxtrain.train.preferences import mean_of
 from nxtrain.train.step import StepResult, TrainState, eval_step, train_step
 from nxtrain.train.supervision.coordinated_stop import StepGate
 
@@ -194,6 +195,8 @@ class Trainer:
     def evaluate(self, step: int) -> tuple[float, dict[str, float]]:
         """Mean loss over the held-out tokens or pairs after a step, and the means of pairs by key of a record.
 
+        A mean over no token and no pair is NaN.
+
         Evaluations of a run have the same first `eval_batches` global batches.
         """
         assert self.validation is not None
@@ -208,8 +211,8 @@ class Trainer:
                 sums[name] += math.fsum(numbers.values())
         loss, num_tokens = sums.pop("loss"), sums.pop("targets")
         if preferences is None:
-            return loss / num_tokens, {}
-        loss /= sums[preferences.sums[1]]
+            return mean_of(loss, num_tokens), {}
+        loss = mean_of(loss, sums[preferences.sums[1]])
         return loss, {f"val_{name}": mean for name, mean in preferences.means(sums).items()}
 
     @torch.no_grad()

@@ -23,7 +23,17 @@ def fetched(history: StepHistory) -> dict[str, float]:
 
 
 def note(history: StepHistory, step: int, *, bad: bool) -> None:
-    history.note(torch.tensor(math.inf if bad else 2.0 + step), torch.tensor(float(step)))
+    loss = torch.tensor(math.inf if bad else 2.0 + step)
+    history.note(loss, torch.tensor(float(step)), torch.tensor(8.0))
+
+
+def test_a_step_without_targets_is_told_from_a_bad_one() -> None:
+    history = StepHistory(torch.clone)
+    note(history, 1, bad=True)
+    history.note(torch.tensor(math.nan), torch.tensor(math.nan), torch.tensor(0.0))
+    bad, empty = history.take(2, 0, fetched(history))
+    assert (bad.has_targets, bad.is_bad) == (True, True)
+    assert (empty.has_targets, empty.is_bad) == (False, False)
 
 
 @pytest.mark.parametrize(

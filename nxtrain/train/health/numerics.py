@@ -163,6 +163,7 @@ class NumericsGuard:
         if scale is not None:
             overflows = [numbers.step for numbers in past if numbers.overflows(scale)]
         bad = BadSteps.among([numbers for numbers in past if numbers.step not in overflows])
+        empty = tuple(numbers.step for numbers in past if not numbers.has_targets)
         last_read, self._last_read = self._last_read, step
         if not self._heeds:
             return Verdict()
@@ -170,12 +171,17 @@ class NumericsGuard:
             self._warn(f"{self._bad_steps.file} is written again, and lacks nothing")
         last_good = max(set(range(last_read + 1, step + 1)).difference(bad.steps), default=last_read - self._in_a_row)
         self._in_a_row = step - last_good
-        self._refuse_weights(step, bad, read, is_skipped=step in overflows)
+        self._refuse_weights(step, bad, read, is_skipped=step in (*overflows, *empty))
         self._judge_rolled_back(bad, last_read, step)
         if bad.steps:
             self._decide(bad)
-        skipped = self._unrecorded + tuple(sorted((*bad.steps, *overflows)))
+        if empty:
+            steps = f"step{'s' * (len(empty) > 1)} {', '.join(map(str, empty))}"
+            self._warn(f"{steps}: no token of the global batch is a target, and nothing was updated; the run goes on")
+        skipped = self._unrecorded + tuple(sorted((*bad.steps, *overflows, *empty)))
         for numbers in past:
+            if not numbers.has_targets:
+                continue
             self.spikes.see(numbers.step, numbers.grad_norm)
             kind, alarm = self.stability.see(numbers.loss, numbers.grad_norm)
             if kind:

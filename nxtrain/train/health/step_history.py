@@ -18,6 +18,9 @@ A size that depended on `metrics.log_every` would change the graphs with the int
 SMALLEST_SCALE = 1.0
 """Loss scale below which the gradient of the mean loss itself has overflowed fp16."""
 
+NO_TARGETS = -1.0
+"""Gradient norm in the history of a step whose global batch has no target."""
+
 _LARGEST = torch.tensor(torch.finfo(torch.float32).max)
 
 
@@ -30,9 +33,14 @@ class PastStep:
     grad_norm: float
 
     @property
+    def has_targets(self) -> bool:
+        """False if no token of the global batch is a target, so that the step has no loss and updated nothing."""
+        return self.grad_norm != NO_TARGETS
+
+    @property
     def is_bad(self) -> bool:
         """True if the step updated nothing, because a value is not finite."""
-        return not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
+        return self.has_targets and not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
 
     def overflows(self, loss_scale: float) -> bool:
         """True if fp16 gradients overflowed at a loss scale above 1, as they do until the scale fits them."""
@@ -66,10 +74,11 @@ def not_finite(*values: Tensor) -> Tensor:
     return ~torch.stack([value.abs() <= _LARGEST for value in values]).all()
 
 
-_Note = Callable[[Tensor, Tensor, Tensor], None]
+_Note = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
-def _note(entries: Tensor, loss: Tensor, grad_norm: Tensor) -> None:
+def _note(entries: Tensor, loss: Tensor, grad_norm: Tensor, num_targets: Tensor) -> None:
+    grad_norm = torch.where(num_targets > 0, grad_norm, NO_TARGETS)
     entries.copy_(torch.cat([entries[1:], torch.stack([loss, grad_norm]).unsqueeze(0)]))
 
 
@@ -81,9 +90,9 @@ class StepHistory:
         self.entries = put(torch.zeros(_STEPS, 2))
 
     @torch.no_grad()
-    def note(self, loss: Tensor, grad_norm: Tensor) -> None:
+    def note(self, loss: Tensor, grad_norm: Tensor, num_targets: Tensor) -> None:
         """Record a step: () float32 each."""
-        self._note(self.entries, loss, grad_norm)
+        self._note(self.entries, loss, grad_norm, num_targets)
 
     def values(self) -> dict[str, Tensor]:
         """The ring as one tensor to fetch."""
