@@ -55,20 +55,20 @@ class NoiseScale:
         self._local.add_(self._squares(dict(zip(names, grads, strict=True))))
 
     @torch.no_grad()
-    def add(self, grads: Mapping[str, Tensor], per_token: Tensor, num_tokens: Tensor, skip: Tensor) -> None:
+    def add(self, grads: Mapping[str, Tensor], per_token: Tensor, num_positions: Tensor, skip: Tensor) -> None:
         """Add a step to the running means.
 
         Args:
             grads: Averages over dp of the gradients, as this rank's shards.
             per_token: Factor that makes the gradient of a token's mean loss of them, () float32.
-            num_tokens: Targets of the global batch, () float32.
+            num_positions: Positions in the rows of the global batch, with and without a target, () float32.
             skip: () bool, True for a step that is not finite and does not count.
         """
         both = torch.cat([self._local, self._squares(grads)])
         self._local.zero_()
         local, total = (self._comm.all_reduce(both, self._world) * per_token.square()).unbind()
         small, large = local / self._dp.size, total / self._copies
-        variance = (small - large) * num_tokens / (self._dp.size - 1)
+        variance = (small - large) * num_positions / (self._dp.size - 1)
         norm = (self._dp.size * large - small) / (self._dp.size - 1)
         means = DECAY * self.means + (1.0 - DECAY) * torch.stack([variance, norm])
         self.means.copy_(torch.where(skip, self.means, means))

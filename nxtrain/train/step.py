@@ -184,7 +184,9 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     norm, loss = state.gradients.norm(grads) * per_token, loss / num_tokens
     skip = not_finite(loss, norm)
     if state.noise is not None:
-        state.noise.add(grads, per_token, num_tokens, skip)
+        of_rank = sum(inputs.numel() for inputs in batch.inputs)
+        (num_positions,) = state.backend.scalars(of_rank * state.mesh.dp.size)
+        state.noise.add(grads, per_token, num_positions, skip)
     state.history.note(loss, norm, num_tokens)  # after the last collective before the update, which a lost peer may end
     state.section("optimizer")
     (rate,) = state.backend.scalars(lr)  # only here: an uploaded number joins the graph that is recorded next

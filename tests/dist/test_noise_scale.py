@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.common.vocab import IGNORE_INDEX
 from nxtrain.config.check import Resolved
 from nxtrain.parallel.noise_scale import DECAY, NoiseScale
 from nxtrain.train.step import train_step
 from tests.support.models import changed, hf_model, weights_of
-from tests.support.parity import batches, layout, local_batch, run_ours, start
+from tests.support.parity import batches, layout, local_pair, run_ours, start
 from tests.support.ranks import RankPool
 
-STEPS = 3
+STEPS, SEQ_LEN = 3, 32
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"tp": 1, "dp": 2},
     "dp4-zero1": {"tp": 1, "dp": 4, "shard": "zero1"},
@@ -31,17 +32,26 @@ def planned(*, measured: bool = True, **how: Any) -> Resolved:
     return changed(resolved, metrics={"noise_scale": measured})
 
 
-def measured(backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor]) -> list[float]:
+def targets_of(batch: Tensor, num_targets: int) -> Tensor:
+    """Targets of rows, of which each has the same number."""
+    targets = batch[:, 1:].clone()
+    targets[:, num_targets:] = IGNORE_INDEX
+    return targets
+
+
+def measured(
+    backend: Backend, resolved: Resolved, weights: Mapping[str, Tensor], num_targets: int = SEQ_LEN
+) -> list[float]:
     """Noise scale after each step, none of which moves a weight."""
     state, values = start(backend, resolved, weights), []
     for batch in batches(resolved, STEPS):
-        train_step(state, local_batch(state, batch, 1), 0.0)
+        train_step(state, local_pair(state, (batch[:, :-1], targets_of(batch, num_targets)), 1), 0.0)
         assert state.noise is not None
         values.append(backend.fetch({"noise_scale": state.noise.value()})["noise_scale"])
     return values
 
 
-def expected(resolved: Resolved) -> list[float]:
+def expected(resolved: Resolved, num_targets: int = SEQ_LEN) -> list[float]:
     """Ratios of the running means of equation A.2's estimates, in sequences."""
     parallel, model = resolved.config.parallel, hf_model(resolved).double()
     # With sequence parallelism, each rank has a part of the gradient of a norm's weight, which is left out.
@@ -53,7 +63,7 @@ def expected(resolved: Resolved) -> list[float]:
         squares, total = [], [torch.zeros_like(p) for p in counted]
         for rows in batch.chunk(parallel.dp):
             logits = model(input_ids=rows[:, :-1]).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets_of(rows, num_targets).flatten())
             grads = torch.autograd.grad(loss, counted)
             squares.append(sum(float(grad.square().sum()) for grad in grads))
             total = [one + grad / parallel.dp for one, grad in zip(total, grads, strict=True)]
@@ -66,12 +76,14 @@ def expected(resolved: Resolved) -> list[float]:
     return ratios
 
 
+@pytest.mark.parametrize("num_targets", [SEQ_LEN, 5])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_meter_follows_the_formulas_on_every_layout(ranks: RankPool, name: str) -> None:
+def test_the_meter_follows_the_formulas_on_every_layout(ranks: RankPool, name: str, num_targets: int) -> None:
+    """The scale is in sequences, however many of their tokens are targets."""
     resolved = planned(**LAYOUTS[name])
-    parallel, wanted = resolved.config.parallel, expected(resolved)
+    parallel, wanted = resolved.config.parallel, expected(resolved, num_targets)
     world = parallel.tp * parallel.pp * parallel.dp
-    for actual in ranks.run(world, measured, resolved, weights_of(resolved)):
+    for actual in ranks.run(world, measured, resolved, weights_of(resolved), num_targets):
         assert actual == pytest.approx(wanted, rel=1e-3)
 
 
