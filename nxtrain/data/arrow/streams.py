@@ -206,6 +206,9 @@ class BestFitLane:
         """Next row: (S + 1,) marked ids, `IGNORE_INDEX` after the last document."""
         if not len(self._rows):
             self._fill()
+            if self._given >= len(self._rows):  # a position in other data, whose window had more rows
+                self._begin, self._given = self._next, 0
+                self._fill()
         row: NDArray[np.int32] = self._rows[self._given]
         self._given += 1
         if self._given == len(self._rows):

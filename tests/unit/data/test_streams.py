@@ -26,6 +26,7 @@ from nxtrain.data.loader import Batch, BatchShare, Skips
 from nxtrain.data.order import shuffled
 from nxtrain.data.stream_loader import (
     MAX_LANES,
+    Lane,
     LaneOrder,
     LanePosition,
     LocalLanes,
@@ -252,6 +253,25 @@ def test_the_cursor_is_that_of_what_was_consumed_and_not_of_what_was_read_ahead(
     batches.close()
     other = loader(documents, "concat", positions=positions_of(merged([one.cursor()]), num_lanes(GLOBAL_BATCH)))
     assert rows_of(taken(other, 1)[0]) == rows_of(taken(loader(documents, "concat"), 2)[1])
+
+
+@pytest.mark.parametrize("given", [3, 4, 5, 900])
+def test_a_position_of_other_data_goes_on_with_the_next_window(documents: Documents, given: int) -> None:
+    """A window of these documents may have fewer rows than one of the data, or the tokens of `concat`, before."""
+
+    def opened(position: LanePosition) -> Lane:
+        return open_lane(documents, "best_fit", SEQ_LEN, LaneOrder(2, SEED, True), 1, position)
+
+    lane = opened((0, 0))
+    while lane.position[0] == 0:
+        lane.row()
+    ahead = opened((0, given))
+    if given >= 5:
+        expected = [lane.row().tolist() for _ in range(9)]
+        assert [ahead.row().tolist() for _ in range(9)] == expected
+        assert ahead.position == lane.position
+    assert ahead.row().shape == (SEQ_LEN + 1,)
+    assert opened(ahead.position).row().tolist() == ahead.row().tolist()
 
 
 def test_held_out_documents_are_never_trained_on(documents: Documents, tokenizer: TextTokenizer) -> None:
