@@ -119,6 +119,11 @@ def _file(config: RunConfig, samples: PairSamples) -> Path:
     rows = [samples.identity, samples.seq_len]
     if samples.labelled:  # swapped answers depend on the rows
         rows += [samples.pairs_per_row, samples.split]
+    if config.precision.fp8 != "none":
+        rows.append(f"fp8={config.precision.fp8}")
+    if config.model.moe_dispatch == "capacity":  # the answers of a micro-batch share the slots of an expert
+        slots = f"capacity={config.model.moe_capacity_factor}"
+        rows += [slots, config.train.micro_batch, samples.pairs_per_row]
     name = f"reference-{digest(*weights, sorted(config.model.config.items()), *rows)}.npy"
     location = samples.location
     if isinstance(location, Path) and os.access(location.absolute().parent, os.W_OK):
