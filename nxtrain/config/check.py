@@ -24,6 +24,7 @@ from nxtrain.config.device import float8, kernels_and_graphs, layers
 from nxtrain.config.duration import duration
 from nxtrain.config.experts import experts
 from nxtrain.config.finetune import finetune
+from nxtrain.config.idle import idle_keys
 from nxtrain.config.load import Loaded, origin_of
 from nxtrain.config.model_folder import read_shape, with_commit
 from nxtrain.config.muon import muon_problems
@@ -89,7 +90,7 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_
     config = given.model_copy(update={"backend": chosen})
     problems = [*_model_choice(config), *layout(config, world, has_weights=has_weights)]
     problems += [*_name(config), *duration(config, loaded.origins), *_profile(config), *_tracker(config)]
-    problems += [*_data(loaded), *_mirror(config), *_in_job(config)]
+    problems += [*_data(loaded), *_mirror(config), *_in_job(config), *idle_keys(config)]
     try:
         given = with_commit(given)
         config = config.model_copy(update={"model": given.model})
@@ -114,12 +115,11 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_
     elif world_size is not None:
         try:
             shard = max(1, parallel.shard_size)
-            tp = parallel.tp
             pp = parallel.pp
             dp = parallel.dp
             cp = parallel.cp
             ep = parallel.ep
-            Mesh.build(world_size, 0, tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, shard=shard)
+            Mesh.build(world_size, 0, tp=parallel.tp, pp=pp, dp=dp, cp=cp, ep=ep, shard=shard)
         except ConfigError as error:
             problems += error.problems
     if problems:

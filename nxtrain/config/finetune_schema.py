@@ -8,6 +8,9 @@ from pydantic import Field, PositiveFloat
 
 from nxtrain.config.section import LocalText, Section, Size
 
+ADAPTER_KEYS = ("r", "alpha", "dropout", "targets", "rslora")
+"""Keys of [finetune] that shape adapters."""
+
 
 class FinetuneConfig(Section):
     """[finetune]: trained share of a model that begins from given weights."""

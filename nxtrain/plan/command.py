@@ -14,6 +14,7 @@ from nxtrain.common.machines import Machine
 from nxtrain.common.mesh import Mesh
 from nxtrain.config.bounds import quoted
 from nxtrain.config.check import DEFAULT_FAMILY, family_of, resolve_config, resolve_model
+from nxtrain.config.finetune_schema import ADAPTER_KEYS, FinetuneConfig
 from nxtrain.config.load import Loaded, load, origin_of
 from nxtrain.config.schema import ON_XLA, RunConfig
 from nxtrain.plan.adapters import METHODS
@@ -208,9 +209,13 @@ def _on(machine: Machine, config: RunConfig) -> RunConfig:
 
 def _by(method: str, config: RunConfig) -> RunConfig:
     """The configuration with another trained share of the model; matrices in NF4 are restored eagerly."""
-    if method == config.finetune.method:
+    if method == config.finetune.method != "full":
         return config
-    changed: dict[str, object] = {"finetune": config.finetune.model_copy(update={"method": method})}
+    tuning: dict[str, object] = {"method": method}
+    if method == "full":
+        fields = FinetuneConfig.model_fields
+        tuning |= {key: fields[key].default for key in ("adapter", *ADAPTER_KEYS)}
+    changed: dict[str, object] = {"finetune": config.finetune.model_copy(update=tuning)}
     if method == "qlora":
         changed["compile"] = config.compile.model_copy(update={"torch_compile": False})
     return config.model_copy(update=changed)

@@ -59,6 +59,7 @@ class Folder:
         return sorted(self.path.glob("pairs.arrow.reference-*.npy"))
 
 
+SFT = ("finetune.objective=sft", "finetune.pairs_per_row=8")
 LORA = ("finetune.method=lora", "finetune.r=4", "finetune.alpha=8")
 QLORA = ("finetune.method=qlora", "finetune.r=4", "finetune.alpha=8", "precision.type=mixed_precision")
 
@@ -199,13 +200,13 @@ def test_labels_beside_a_stored_reference_are_evaluated(folder: Folder, labelled
     train_as_launched(context(), folder.path, folder.path / "run.toml", overrides)
     assert folder.losses("kto-shared") == pytest.approx(folder.losses("kto-full"), abs=2e-6)
     assert sorted(folder.path.glob("labelled.arrow.reference-*.npy")) == files
-    assert "holds labelled answers" in folder.train("none", *labelled, "finetune.objective=sft", code=3)
+    assert "holds labelled answers" in folder.train("none", *labelled, *SFT, code=3)
     assert "nxtrain data prepare --labels" in folder.train("none", "finetune.objective=kto", code=3)
     assert "from nxtrain data prepare --labels" in folder.train("none", *labelled, "data.source=text", code=2)
 
 
 def test_what_pairs_do_not_go_with_is_refused_with_a_way_out(folder: Folder) -> None:
-    said = folder.train("none", "finetune.objective=sft", code=3)
+    said = folder.train("none", *SFT, code=3)
     assert "holds pairs, whose rejected answers are not to be learned; set finetune.objective=dpo or orpo" in said
     said = folder.train("none", "data.packing=concat", "precision.params=fp16", "data.mixture=['a', 'b']", code=2)
     assert "set data.packing=best_fit and data.doc_mask=true" in said

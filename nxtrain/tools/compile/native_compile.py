@@ -47,6 +47,7 @@ def rehearsal(config: RunConfig, folder: Path) -> list[str]:
         "optim.warmup_steps=0",
         "optim.warmup_ratio=0",
         "optim.decay_ratio=0",
+        "optim.decay_shape=linear",
         "optim.pieces=[]",
         f"run.dir={folder}",
         "checkpoint.resume=never",

@@ -32,6 +32,8 @@ IRRELEVANT = (
     "data.mixture=[]",
     "data.weights=[]",
     "data.packing=concat",
+    "data.workers=2",
+    "data.worker_restarts=3",
     "checkpoint.async=false",
     "compile.torch_compile=false",
 )

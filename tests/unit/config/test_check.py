@@ -33,6 +33,7 @@ HF_CONFIG = {
 ARROW = "data.source=arrow"
 MIXED = f'{ARROW} data.mixture=["a.arrow","b.arrow"]'
 IN_JOB = "recovery.in_job=true recovery.max_restarts=3"
+HARDWARE = "backend.rounding=hardware precision.type=bf16SR"
 TOKENS = "data.source=tokens data.path=x.npy train.eval_every=0"
 
 
@@ -96,8 +97,7 @@ REFUSED = [
     ("compile.torch_compile=true backend.name=neuron", "compile.torch_compile", "neuron records whole steps"),
     ("compile.torch_compile=step parallel.pp=2", "compile.torch_compile", "pp=2 cuts it into stages"),
     ("compile.torch_compile=step parallel.shard=full parallel.prefetch=2", "parallel.prefetch", "compiler decides"),
-    ("backend.rounding=hardware backend.name=cpu", "backend.rounding", "rounds at random on Trainium alone"),
-    ("backend.rounding=hardware backend.name=cuda", "backend.rounding", "rounds at random on Trainium alone"),
+    *((f"{HARDWARE} backend.name={name}", "backend.rounding", "rounds at random on Tr") for name in ("cpu", "cuda")),
     ("backend.layers=nxd backend.name=xla", "backend.layers", "nxd runs on the backend neuron, not on xla"),
     ("backend.layers=nxd backend.name=cuda", "backend.layers", "nxd runs on the backend neuron, not on cuda"),
     ("backend.layers=nxd parallel.shard=full", "backend.layers", "parallel.shard=full cuts them further"),
@@ -135,7 +135,7 @@ ACCEPTED = [
     "parallel.shard=zero1 backend.name=xla",
     "parallel.shard=full backend.name=neuron-native",
     "compile.torch_compile=true backend.name=neuron-native",
-    *(f"backend.rounding=hardware backend.name={name}" for name in ("neuron", "auto")),
+    *(f"{HARDWARE} backend.name={name}" for name in ("neuron", "auto")),
     *(f"backend.layers=nxd parallel.shard=zero1 backend.name={name}" for name in ("auto", "neuron", "cpu")),
     "data.path=x data.source=stdlib",
     "train.eval_every=5 data.validation_fraction=0.1",
