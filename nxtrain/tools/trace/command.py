@@ -24,6 +24,7 @@ from nxtrain.common.process.console import standard_error
 from nxtrain.common.process.document import write_document
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
+from nxtrain.config.schema import RunConfig
 from nxtrain.tools.trace.choice import TRACED, backend_of, choose, without_nxd
 
 IRRELEVANT = (
@@ -36,6 +37,7 @@ IRRELEVANT = (
     "data.worker_restarts=3",
     "checkpoint.async=false",
     "compile.torch_compile=false",
+    "recovery.in_job=false",
 )
 """Keys that no graph depends on, so that a run can be traced before its data is there."""
 
@@ -51,11 +53,7 @@ def graphs(
         ConfigError: The configuration cannot run in that world, or a rank is outside it.
         BackendError: torch-xla is not installed, the run refuses its layers, or the process that traces failed.
     """
-    irrelevant: tuple[str, ...] = IRRELEVANT
-    given_first = load(config, overrides).config
-    # Pairs need one prepared corpus, and a teacher needs rows; neither need be there yet.
-    if given_first.finetune.compares or given_first.data.teacher:
-        irrelevant = tuple(line for line in IRRELEVANT if not line.startswith("data."))
+    irrelevant = irrelevant_to(load(config, overrides).config)
     given = load(config, [*overrides, *irrelevant])
     resolve_config(given, world, backend_of(given.config))
     chosen = choose(given.config)
@@ -96,6 +94,16 @@ def graphs(
         "replaced": {stand_in.key: stand_in.configured for stand_in in chosen.stand_ins},
         "notes": notes,
     }
+
+
+def irrelevant_to(config: RunConfig) -> tuple[str, ...]:
+    """Overrides for keys that no graph of a run depends on."""
+    # Pairs need one prepared corpus, and a teacher needs rows; neither need be there yet.
+    if config.finetune.compares or config.data.teacher:
+        return tuple(line for line in IRRELEVANT if not line.startswith("data."))
+    if config.data.validation_path:  # as many evaluations of other rows
+        return (*IRRELEVANT, 'data.validation_path=""', "data.validation_fraction=0.1")
+    return IRRELEVANT
 
 
 def some_ranks(plan: Resolved, world: int) -> list[int]:
