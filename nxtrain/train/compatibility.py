@@ -266,6 +266,10 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     tuning = config.finetune
     given: dict[str, Any] = {"finetune.dropout": tuning.dropout, "train.z_loss": config.train.z_loss}
     given |= {f"backend.{key}": getattr(config.backend, key) for key in ("attention", "deterministic")}
+    given |= {f"model.{key}": getattr(config.model, key) for key in ("moe_dispatch", "moe_z_loss")}
+    if config.model.moe_dispatch == "capacity":
+        given["model.moe_capacity_factor"] = config.model.moe_capacity_factor
+    given["data.doc_mask"] = config.data.doc_mask
     if tuning.compares:
         keys = ["objective", "beta", "label_smoothing", "orpo_lambda"]
         if tuning.objective == "kto":

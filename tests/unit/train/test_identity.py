@@ -129,6 +129,9 @@ def test_settings_that_move_the_course_are_told_and_not_refused(tmp_path: Path) 
     assert refusal() == ""
     assert refusal({"optim": {"lr": 1e-5}}) == "settings have changed since step 2: optim.lr 0.01 there, 1e-05 here"
     assert refusal({"backend": {"deterministic": True}}).endswith("backend.deterministic False there, True here")
+    assert refusal({"data": {"doc_mask": True}}).endswith(": data.doc_mask False there, True here")
+    assert refusal({"model": {"moe_z_loss": 0.1}}).endswith(": model.moe_z_loss 0.0 there, 0.1 here")
+    assert "model.moe_dispatch dropless there, capacity here" in refusal({"model": {"moe_dispatch": "capacity"}})
     assert refusal({"train": {"steps": 9}}) == "settings have changed since step 2: optim.decay_steps 4 there, 9 here"
     assert refusal({"train": {"steps": 9}, "optim": {"decay_steps": 4}}) == ""
     assert "precision.reduce fp32 there, bf16 here" in refusal({"precision": {"reduce": "bf16"}})
