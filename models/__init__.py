@@ -1,1 +1,1 @@
-"""Model families for nxtrain; each is found through its entry point in the group `nxtrain.models`."""
+"""Model families for nxtrain, each registered by an entry point in the group `nxtrain.models`."""

@@ -3,7 +3,7 @@
 #
 #   bash scripts/demo.sh [--short]
 #
-# --short trains just long enough to show that every part works.
+# --short trains only a few steps, which show that every part works.
 set -euo pipefail
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh

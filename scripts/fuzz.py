@@ -1,10 +1,10 @@
-"""Draw runs from a seed and hold each to transformers with `torch.optim`: `python scripts/fuzz.py SEED N`.
+"""Fuzz test: draw random runs from a seed, and compare each with transformers and `torch.optim`.
 
-Lanes: `process` (one process, float32), `bf16` (one process), `gloo` (ranks that are processes, every layout), `fp16`
-(the same in fp16, beside torch's scaler), `native` (on the stand-in of TorchNeuron), `xla` (devices of torch-xla on
-this CPU), `ramps` (of the batch and the sequence length, across a checkpoint) and `command` (`nxtrain launch`). A
-failure prints the line that repeats the run; with `--command` that line goes through the command line. Exit code 0 when
-all runs agree, 1 when not.
+Usage: `python scripts/fuzz.py SEED N`. Lanes: `process` (one process, float32), `bf16` (one process), `gloo` (one
+process per rank, all layouts), `fp16` (the same in fp16, compared with torch's gradient scaler), `native` (on a mock of
+TorchNeuron), `xla` (devices of torch-xla on this CPU), `ramps` (of batch and sequence length, across a checkpoint) and
+`command` (`nxtrain launch`). A failure prints the command that repeats the run; with `--command` the run uses `nxtrain
+launch`. The exit code is 0 if all runs agree, and 1 otherwise.
 """
 
 # ruff: noqa: E402 - the tests are importable once the path names them
@@ -69,20 +69,20 @@ LANES = (
     "command",
 )
 LAYOUTS = 64
-"""Of a covering array; later draws begin it again with other shapes."""
+"""Number of layouts in a covering array; later draws repeat the layouts with other model shapes."""
 
 COMMAND_RANKS = 4
-"""Most ranks of a run by command."""
+"""Most ranks of a run that is started by `nxtrain launch`."""
 
 NOT_BY_COMMAND = {
     "native": "no command reaches the stand-in of TorchNeuron: leave out --command",
     "fp16": "the reference of fp16 follows decisions that no command records: leave out --command",
 }
-"""Lanes whose runs no command repeats, with the reason."""
+"""Lanes whose runs `nxtrain launch` cannot repeat, with the reason."""
 
 
 class Runs:
-    """Draws and checks runs; a context that ends the processes."""
+    """Generator and checker of random runs; a context manager that ends the rank processes."""
 
     def __init__(self, seed: int, folder: Path) -> None:
         torch.set_num_threads(1)
@@ -111,13 +111,17 @@ class Runs:
         self._native.close()
 
     def draw(self, lane: str, index: int) -> Drawn:
-        """One run of a lane, the same that the lane's test draws."""
+        """Draw a run of a lane, equal to the run that the lane's test draws."""
         layouts = self._layouts.get(lane, [ONE])
         drawn = draw(lane, self._seed, index, layouts[index % len(layouts)], bf16=lane == "bf16", xla=lane == "xla")
         return on_torchneuron(drawn) if lane == "native" else drawn
 
     def check(self, drawn: Drawn, *, by_command: bool) -> str:
-        """Run a draw; the differences from the reference in words."""
+        """Execute a drawn run, compare it with the reference, and describe the differences.
+
+        Raises:
+            AssertionError: The differences exceed the tolerance.
+        """
         if by_command or drawn.lane == "command":
             assert drawn.lane not in NOT_BY_COMMAND, NOT_BY_COMMAND[drawn.lane]
             return self._by_command(drawn)
@@ -163,7 +167,7 @@ class Runs:
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Parse the command line, and execute the requested runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("seed", type=int, metavar="SEED", help="draws the runs")
     parser.add_argument("number", type=int, nargs="?", default=20, metavar="N", help="runs of each lane (20)")
@@ -190,7 +194,7 @@ def main() -> None:
 
 
 def _run(runs: Runs, drawn: Drawn, by_command: bool) -> bool:
-    """Run one draw and print its line; true if the run agrees."""
+    """Execute one drawn run and print its result; return True if it agrees with the reference."""
     begin = time.monotonic()
     try:
         error = runs.check(drawn, by_command=by_command)

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Installs npm's azurite, Microsoft's server of Azure Blob Storage for tests, into build/azurite. Does nothing where it
-# is there.
+# Installs npm's azurite, Microsoft's test server for Azure Blob Storage, into build/azurite. Does nothing if azurite is
+# already installed.
 #
 #   bash scripts/install_azurite.sh
 #
-# Exit code 0 when it is there, 5 when it cannot be installed.
+# The exit code is 0 if azurite is installed, and 5 if it cannot be installed.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 folder="$root/build/azurite"
@@ -14,7 +14,7 @@ if ! command -v npm >/dev/null; then
     echo "error: azurite needs Node.js with npm" >&2
     exit 5
 fi
-# A half-finished installation has no name that tests look for.
+# An interrupted installation must not have the name that tests look for.
 draft="$folder.draft"
 rm -rf "$draft"
 if ! timeout 240 npm install --silent --no-audit --no-fund --prefix "$draft" 'azurite@^3.33' </dev/null >&2; then

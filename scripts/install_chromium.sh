@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Installs Debian's Chromium, in which some tests look at the page of nxtrain report; as root. Does nothing where it is there.
+# Installs Debian's Chromium, as root. Some tests render the page of `nxtrain report` in it. Does nothing if installed.
 #
 #   bash scripts/install_chromium.sh
 #
-# Exit code 0 when it is there, 5 when it cannot be installed.
+# The exit code is 0 if Chromium is installed, and 5 if it cannot be installed.
 set -euo pipefail
 export DEBIAN_FRONTEND=noninteractive
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Installs Debian's Slurm, which some tests start on this machine; as root, in seconds. Does nothing where it is there.
+# Installs Debian's Slurm, as root, in seconds. Some tests start it on this machine. Does nothing if installed.
 #
 #   bash scripts/install_slurm.sh
 #
-# Exit code 0 when it is there, 5 when it cannot be installed.
+# The exit code is 0 if Slurm is installed, and 5 if it cannot be installed.
 set -euo pipefail
 packages=(slurmctld slurmd slurm-client munge)
 export PATH="$PATH:/usr/sbin" DEBIAN_FRONTEND=noninteractive

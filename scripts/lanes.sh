@@ -1,16 +1,18 @@
-# Sourced by test.sh. The order of the lanes on the cores of this machine.
+# Sourced by test.sh: schedules the test lanes on the cores of this machine.
 #
-# Lanes come one after the other, and each keeps the cores busy: `dist` with a test per core, `unit`, `train` and
+# Lanes run in sequence, and each keeps all cores busy: `dist` with a test per core, `unit`, `train` and
 # `cuda-sim` with one more, since some tests wait for processes, and `faults` with two, since its tests also wait for
 # limits.
-# `xla` computes on one core, so it runs behind `dist` and what follows. Lanes that begin meanwhile take one test less,
-# but never less than two. `faults` mostly waits, and runs behind `train` and what follows. `lint` is mostly mypy, on one
-# core, and runs behind the first lanes. Tests marked `alone` come last, with nothing beside.
+#
+# `xla` uses one core, so it runs in the background of `dist` and later lanes. Lanes that start meanwhile run one test
+# less at once, but at least two. `faults` mostly waits, and runs in the background of `train` and later lanes. `lint`
+# is mostly mypy on one core, and runs in the background of the first lanes. Tests marked `alone` run last, on an idle
+# machine.
 
 cores=$(getconf _NPROCESSORS_ONLN)
 at_once=$((cores < 4 ? cores : 4))  # a test of a lane may start eight processes, each of half a gigabyte
 
-# What `quick` takes of the lanes that start ranks.
+# Tests of the lanes that start ranks which `quick` selects.
 smokes=(
     "tests/dist/test_drawn_parity.py::test_a_drawn_run_of_any_layout_equals_transformers[1-tp1-pp2x2-dp1-grad_op]"
     "tests/dist/test_drawn_parity.py::test_a_drawn_run_of_any_layout_equals_transformers[14-tp3-pp2x3-dp1-full]"
@@ -21,7 +23,7 @@ smokes=(
     "tests/faults/test_kills.py::test_in_a_step[1]"
 )
 
-folder_of() { echo "tests/${1//-/_}"; }  # which modules of tests name, so that it has no dash
+folder_of() { echo "tests/${1//-/_}"; }  # a Python module name has no dash
 
 # The tests of a lane: all of them, or its covering set.
 selection() {
@@ -43,7 +45,7 @@ lint() {
     return $code
 }
 
-# Run pytest on several tests at once: their number, pytest's arguments. A debugger and a terminal are for one at a time.
+# Run pytest with several tests at once. Arguments: their number, pytest's arguments. --pdb and -s run one at a time.
 at_once() {
     local workers=$1 word
     shift
@@ -51,12 +53,12 @@ at_once() {
     for word in "$@"; do
         case $word in --pdb | --trace | -s | --capture=no) workers=0 ;; esac
     done
-    # Processes share the cores already, so that threads in each of them only get in each other's way.
+    # Several processes already share the cores, so threads in each process would only slow each other down.
     OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "$@"
 }
 
-# Run a lane but for its tests marked `alone`: lane, pytest's arguments. One process per lane at least, since torch-xla
-# and the process groups leave traces in theirs.
+# Run a lane without its tests marked `alone`. Arguments: lane, pytest's arguments. Each lane needs its own process,
+# since torch-xla and process groups leave state behind.
 run_lane() {
     local lane=$1 tests
     shift
@@ -75,7 +77,7 @@ run_lane() {
     esac
 }
 
-# Run what of a lane must have nothing beside it.
+# Run the tests of a lane that are marked `alone`.
 run_alone() {
     local tests
     mapfile -t tests < <(selection "$1")
@@ -86,10 +88,10 @@ code_of() { local of="code_${1//-/_}" && echo "${!of:-5}"; }
 is_judged() { local of="code_${1//-/_}" && [ -n "${!of:-}" ]; }
 took() { local of="took_${1//-/_}" && echo "${!of:-0}"; }
 
-# Take a part of a lane into its verdict: lane, seconds, exit code. 5 is pytest's for an empty selection, such as -k of
-# another lane's test, and says nothing of the other part of a lane.
+# Add the result of a part of a lane to the lane's verdict. Arguments: lane, seconds, exit code. pytest's exit code 5 is
+# an empty selection, such as -k of another lane's test, and does not affect the verdict of the other part.
 judge() {
-    local name=${1//-/_}  # no name of a variable has a dash
+    local name=${1//-/_}  # a variable name has no dash
     printf -v "took_$name" %d $(($(took "$1") + $2))
     case $(code_of "$1") in
         5) printf -v "code_$name" %d "$3" ;;
@@ -109,7 +111,7 @@ summary() {
     done
 }
 
-# Whether something ran, and nothing failed.
+# Succeed if at least one test ran, and none failed.
 all_passed() {
     local lane none=1
     for lane in "${lanes[@]}"; do
@@ -132,12 +134,12 @@ behind=()
 is_behind() { [[ " ${behind[*]-} " == *" $1 "* ]]; }
 pid_of() { local of="pid_$1" && echo "${!of}"; }
 
-# Start a lane behind those that follow: lane, pytest's arguments.
+# Start a lane in the background of later lanes. Arguments: lane, pytest's arguments.
 start_behind() {
     local lane=$1 log=build/$1.log
     mkdir -p build && rm -f "$log.end"
     say "=== $lane runs behind the lanes that follow; its output comes after them, and is in $log meanwhile"
-    set -m  # a process group of its own, which one signal ends, and which takes an interrupt
+    set -m  # a separate process group, which one signal ends, and which accepts an interrupt
     (
         begin=$SECONDS code=0
         run_lane "$@" || code=$?
@@ -148,7 +150,7 @@ start_behind() {
     behind+=("$lane")
 }
 
-# Judge lanes that run behind, as soon as they have ended: `all`, after waiting for them, or `ended`.
+# Collect the results of background lanes: of those that `ended`, or of `all` after waiting for them.
 finish_behind() {
     local lane seconds code left=()
     for lane in ${behind[@]+"${behind[@]}"}; do
@@ -162,7 +164,7 @@ finish_behind() {
     behind=(${left[@]+"${left[@]}"})
 }
 
-# End what runs behind, with its ranks: an interrupt first, so that tests end their processes.
+# End background lanes and their ranks: an interrupt first, so that tests end their processes.
 end_behind() {
     local lane pid waited
     for lane in ${behind[@]+"${behind[@]}"}; do

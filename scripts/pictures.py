@@ -1,9 +1,8 @@
 """Draw the pictures of docs/images from real runs and a real pipeline.
 
-`python scripts/pictures.py loss RUN` reads RUN/metrics.jsonl, and `overlap RUN` the profiles of RUN. `held_out RUN...`
-compares the held-out losses of several runs, by the names of their folders. `pipeline`
-measures four processes that sleep, as `nxtrain bench pipeline` does, under 1F1B and under zero_bubble. Each writes one
-SVG file.
+`python scripts/pictures.py loss RUN` reads RUN/metrics.jsonl, and `overlap RUN` reads the profiles of RUN. `held_out
+RUN...` compares the held-out losses of several runs, by the names of their folders. `pipeline` measures four processes
+that sleep, like `nxtrain bench pipeline`, with the schedules 1F1B and zero_bubble. Each command writes one SVG file.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 WIDTH = 760
 LEFT = 56
-"""Width of the labels on the left."""
+"""Width of the labels at the left border, in pixels."""
 RIGHT = WIDTH - 24
 FORWARD_S = 0.2
-"""Forward of a stage that sleeps: long enough that a busy machine hardly shows."""
+"""Seconds of a sleeping stage's forward pass, long enough that the load of the machine is negligible."""
 COLORS = {"forward": "#4c8dd6", "backward": "#e08a3c", "weight": "#8a8f98"}
 SECTION_COLORS = {"forward": "#4c8dd6", "backward": "#e08a3c", "reduce": "#8a8f98", "optimizer": "#8f6bb3"}
 SUM_COLOR = "#3a9d6e"
@@ -36,7 +35,7 @@ CURVE_COLORS = ("#4c8dd6", "#8a8f98", "#e08a3c", "#3a9d6e", "#8f6bb3")
 
 
 def main() -> None:
-    """Draw the picture that the command line names."""
+    """Parse the command line, and draw the requested picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("picture", choices=("loss", "held_out", "overlap", "pipeline"))
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run folder, or several for held_out")
@@ -64,7 +63,7 @@ def main() -> None:
 
 
 def loss_curve(records: Sequence[dict[str, float]]) -> str:
-    """SVG of training and held-out loss over steps.
+    """Draw training and held-out loss over steps as SVG.
 
     Args:
         records: Lines of metrics.jsonl, with `step`, `loss` and, after an evaluation, `val_loss`.
@@ -99,10 +98,10 @@ def loss_curve(records: Sequence[dict[str, float]]) -> str:
 
 
 def held_out_curves(runs: Mapping[str, Sequence[dict[str, float]]]) -> str:
-    """SVG of the held-out loss of several runs over steps.
+    """Draw the held-out loss of several runs over steps as SVG.
 
     Args:
-        runs: Lines of metrics.jsonl by name of the run, of which those with `val_loss` are drawn.
+        runs: Lines of metrics.jsonl by the name of the run; lines with `val_loss` are drawn.
     """
     top, height, tick = 40, 260, 0.2
     curves = {}
@@ -133,10 +132,10 @@ def held_out_curves(runs: Mapping[str, Sequence[dict[str, float]]]) -> str:
 
 
 def pipelines(steps: Sequence[tuple[str, Sequence[Span]]]) -> str:
-    """SVG of pipeline steps below each other, on one scale of time: a row for each rank, a box for each computation.
+    """Draw pipeline steps below each other on one time scale as SVG, with a row per rank and a box per computation.
 
     Args:
-        steps: Title and computations of each.
+        steps: Title and computations of each step.
     """
     row = 26
     gap = 34
@@ -176,10 +175,10 @@ def pipelines(steps: Sequence[tuple[str, Sequence[Span]]]) -> str:
 
 
 def overlaps(profiles: Sequence[Profile]) -> str:
-    """SVG of a step of several ranks on one scale of time: its sections, and below them the sums of gradients.
+    """Draw a step of several ranks on one time scale as SVG: its sections, and the gradient reductions below them.
 
     Args:
-        profiles: One of each rank.
+        profiles: Profile of each rank.
     """
     height = 22
     lane = 8
@@ -216,7 +215,7 @@ def overlaps(profiles: Sequence[Profile]) -> str:
 
 
 def _lanes(intervals: Sequence[Interval]) -> list[tuple[Interval, int]]:
-    """Intervals, each in the first lane that is free at its begin."""
+    """Assign each interval to the first row of the drawing that is free at its beginning."""
     ends_s: list[float] = []
     lanes = []
     for interval in intervals:
@@ -229,7 +228,7 @@ def _lanes(intervals: Sequence[Interval]) -> list[tuple[Interval, int]]:
 
 
 def _measured() -> list[tuple[str, list[Span]]]:
-    """The shortest of five steps of four stages under each schedule, and its bubble."""
+    """Measure a pipeline of four stages with each schedule; return a title and the fastest of five steps."""
     from nxtrain.plan.pipeline import computations, figures
     from nxtrain.tools.bench.pipeline import StageWork, fastest, measure
 

@@ -1,18 +1,20 @@
-# Sourced by the other scripts. Makes the virtual environment on first use, and mends it when the project has changed.
+# Sourced by the other scripts. Creates the virtual environment on first use, and updates it when the project changes.
 #
-# Afterwards $venv/bin holds nxtrain and its tools. NXTRAIN_TORCH=VERSION asks for another torch, without torch-xla, in
-# an environment of its own; `setup nxd` for one with what NeuronX Distributed imports; PYTHON=PATH for another Python.
+# Afterwards $venv/bin has nxtrain and its tools. NXTRAIN_TORCH=VERSION installs another torch, without torch-xla, in a
+# separate environment. `setup nxd` creates an environment with the imports of NeuronX Distributed. PYTHON=PATH selects
+# another Python.
 
 say() { printf '%s\n' "$*" >&2; }
 die() { say "error: $*"; exit 5; }
 
-NEEDED_GB=9  # torch's CUDA libraries, and the downloads beside them
-# The tests' reference of preferences. No extra: Python 3.10 has none, and NeuronX Distributed an older transformers.
+NEEDED_GB=9  # torch's CUDA libraries, and their downloads
+# Reference implementation in tests of preference training. Not an extra: Python 3.10 has no package of it, and NeuronX
+# Distributed needs an older transformers.
 TRL="trl>=1.16,<1.17;python_version>='3.11'"
-NEVER_US=1000000000  # of a Python that cannot make environments
+NEVER_US=1000000000  # time that stands for a Python that cannot create environments
 
-# Print the first Python that suits, or one that takes a fifth less time: a Python that was built without its compiler's
-# profiles, as pyenv builds by default, takes half as long again, and tracing, imports and tests are mostly Python.
+# Print the first suitable Python, or another Python that takes a fifth less time. A Python built without profile guided
+# optimization, as by pyenv's default, takes half as long again, and tracing, imports and tests are mostly Python.
 find_python() {
     local candidate took_us chosen="" chosen_us="" seen=""
     while read -r candidate; do
@@ -65,7 +67,7 @@ print(round(1e6 * min(turn_s() for _ in range(40))))
 END
 }
 
-# What the environment must have been made from to be used as it is.
+# Fingerprint of the inputs of the environment; an environment with the same fingerprint is used without an update.
 fingerprint() { printf '%s|' "$PWD" "$packages" "$(cksum <pyproject.toml)" "$("$venv/bin/python" -V 2>&1)"; }
 
 is_ready() {
@@ -73,7 +75,7 @@ is_ready() {
         { [ -z "${PYTHON:-}" ] || [ "$("$PYTHON" -V 2>&1)" = "$("$venv/bin/python" -V 2>&1)" ]; }
 }
 
-# uv reads none of pip's variables; people and mirrors set pip's.
+# uv ignores pip's environment variables, which users and mirrors set.
 pass_pip_settings_to_uv() {
     export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-${PIP_DEFAULT_TIMEOUT:-120}}"
     [ -z "${PIP_INDEX_URL:-}" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}"
@@ -90,7 +92,7 @@ make_venv() {
     compgen -G "$venv/lib/python*/site-packages/torch/__init__.py" >/dev/null || [ "$free_gb" -ge "$NEEDED_GB" ] ||
         die "$free_gb GB free in $PWD; installing torch takes $NEEDED_GB GB. Free some, or work on another disk"
     rm -f "$venv/nxtrain-setup"
-    # Neither another Python's packages nor the paths of a folder that has moved can be mended.
+    # An environment of another Python, or in a folder that was moved, cannot be updated.
     [ "$("$python" -V 2>&1)" = "$("$venv/bin/python" -V 2>&1)" ] && grep -q "$PWD/$venv" "$venv/bin/activate" ||
         rm -rf "$venv"
     "$python" -m venv "$venv" ||
@@ -118,7 +120,7 @@ setup() {
         venv=".venv" packages=".[xla,dev] $TRL"
     fi
     is_ready && return
-    if command -v flock >/dev/null; then exec 9<pyproject.toml && flock 9; fi  # another script may be at it
+    if command -v flock >/dev/null; then exec 9<pyproject.toml && flock 9; fi  # another script may be updating it
     is_ready || create
     exec 9<&-
 }

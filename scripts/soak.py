@@ -1,7 +1,8 @@
-"""Break runs every few seconds, in ways drawn from seeds, and prove that nobody can tell: `python scripts/soak.py 1 2`.
+"""Soak test: inject random faults into runs every few seconds, and compare with a run without faults.
 
-Exit code 0 if each run on CPUs was, bit for bit, the one that nothing befell, and its goodput at most ten points below
-what the model gives for its failures and checkpoints; else what differs.
+Usage: `python scripts/soak.py 1 2`, with a seed of the faults per run. The exit code is 0 if each run on CPUs is
+bitwise equal to the run without faults, and if its goodput is at most ten percentage points below the prediction for
+its failures and checkpoints. Otherwise the difference is printed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
-    """Run the seeds that are asked for, one after the other."""
+    """Parse the command line, and run the soak test for each seed in sequence."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("seeds", type=int, nargs="+", metavar="SEED", help="of the faults of one run")
     parser.add_argument("--steps", type=int, default=200, help="of each run")

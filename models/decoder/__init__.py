@@ -1,4 +1,4 @@
-"""The blocks that families share: a family is a subclass of `DecoderFamily` with its configuration and its presets."""
+"""Decoder blocks shared by all model families; a family is a subclass of `DecoderFamily`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class DecoderFamily(ModelFamily):
-    """Family whose models are a `CausalDecoder`; model code is imported only when a model is built.
+    """Model family whose models are a `CausalDecoder`; model code is imported only when a model is built.
 
     Attributes:
-        config_type: Configuration, whose class attributes say which parts a block has.
-        architecture: Class of the models in transformers.
-        fixed: Keys of `config.json` with their only supported value, which is the default of transformers too.
+        config_type: Configuration class, whose class attributes declare optional parts of a block.
+        architecture: Name of the model class in transformers.
+        fixed: Keys of `config.json` with their only supported value, which is also transformers' default.
     """
 
     config_type: type[DecoderConfig]
@@ -31,25 +31,25 @@ class DecoderFamily(ModelFamily):
     fixed: ClassVar[Mapping[str, object]] = {}
 
     def check(self, config: ModelConfig, *, tp: int, seq_len: int) -> list[Problem]:
-        """Every reason why this shape cannot run at these degrees."""
+        """Return all problems of a model configuration at a tensor parallel degree and a sequence length."""
         return shape.check(cast(DecoderConfig, config), tp=tp, seq_len=seq_len)
 
     def build(self, config: ModelConfig, context: BuildContext) -> nn.Module:
-        """Make the module on the meta device."""
+        """Build the model on the meta device."""
         from nxtrain_models.decoder.model import build  # torch loads here, not when a config is checked
 
         return build(cast(DecoderConfig, config), context)
 
     def from_hf(self, hf_config: Mapping[str, Any]) -> DecoderConfig:
-        """Read a Hugging Face `config.json`."""
+        """Convert a Hugging Face `config.json` to the configuration of the family."""
         return hf.from_hf(self.config_type, self._fixed, hf_config)
 
     def to_hf(self, config: ModelConfig, dtype: str) -> dict[str, Any]:
-        """Write a Hugging Face `config.json`."""
+        """Convert a configuration to a Hugging Face `config.json`."""
         return hf.to_hf(cast(DecoderConfig, config), self._fixed, self.architecture, dtype)
 
     def dimensions(self, config: ModelConfig) -> Dimensions:
-        """Dimensions of the model."""
+        """Return the dimensions of a model, for plans and parallel layouts."""
         decoder = cast(DecoderConfig, config)
         windows = [decoder.window_of(layer) for layer in range(decoder.num_hidden_layers)]
         full_layers = full_period = 0
@@ -83,12 +83,12 @@ class DecoderFamily(ModelFamily):
 
 
 class SwitchedWindowFamily(DecoderFamily):
-    """Family whose `config.json` says by `use_sliding_window` whether its layers have windows."""
+    """Model family whose `config.json` enables sliding windows by `use_sliding_window`."""
 
     def from_hf(self, hf_config: Mapping[str, Any]) -> DecoderConfig:
-        """Read a Hugging Face `config.json`."""
+        """Convert a Hugging Face `config.json` to the configuration of the family."""
         return super().from_hf(without_unused_window(hf_config))
 
     def to_hf(self, config: ModelConfig, dtype: str) -> dict[str, Any]:
-        """Write a Hugging Face `config.json`."""
+        """Convert a configuration to a Hugging Face `config.json`, with `use_sliding_window`."""
         return with_switch(super().to_hf(config, dtype))

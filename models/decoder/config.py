@@ -1,6 +1,6 @@
-"""Shape of a decoder under Hugging Face's names, and the checks of a shape.
+"""Configuration of a decoder model with Hugging Face's names, and its checks.
 
-The module works without torch, so that any machine can check and plan a run.
+Importable without torch, so any machine can check and plan a run.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Positive = Annotated[float, Field(gt=0, le=3.4e38)]  # these values are combined
 
 
 class DecoderConfig(ModelConfig):
-    """Shape of a decoder; names, meanings and defaults are Hugging Face's, but sizes have no default.
+    """Configuration of a decoder model; names and defaults are Hugging Face's, but sizes have no default.
 
-    A family is a subclass, with the defaults of its class in transformers.
+    A family has a subclass with the defaults of its class in transformers.
 
     Attributes:
         qkv_bias: The projections to queries, keys and values have biases.
-        head_norms: Every head of the queries and keys is normalized before its rotation.
-        out_bias: The projection back from the heads has a bias.
-        sinks: Each query head has a score without a key in its softmax.
+        head_norms: Every query and key head is normalized before its rotary embedding.
+        out_bias: The output projection of attention has a bias.
+        sinks: Each query head has an attention sink, a score without a key in its softmax.
     """
 
     qkv_bias: ClassVar[bool] = False
@@ -38,64 +38,64 @@ class DecoderConfig(ModelConfig):
     sinks: ClassVar[bool] = False
 
     vocab_size: Count
-    """Entries of the vocabulary, unpadded."""
+    """Size of the vocabulary, without padding."""
     hidden_size: Count
     """Width of the residual stream."""
     num_hidden_layers: Annotated[int, Field(gt=0, le=2**16)]
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     intermediate_size: Count
-    """Width inside the MLP."""
+    """Intermediate size of the feed-forward layer."""
     num_attention_heads: Count
-    """Query heads."""
+    """Number of query heads."""
     num_key_value_heads: Count | None = None
-    """Key and value heads; None for as many as query heads. Code reads `num_kv_heads`."""
+    """Number of key/value heads; None for the number of query heads. Code reads `num_kv_heads`."""
     head_dim: Count | None = None
-    """Width of a head; None for hidden_size / num_attention_heads. Code reads `head_size`."""
+    """Size of an attention head; None for hidden_size / num_attention_heads. Code reads `head_size`."""
     rms_norm_eps: Positive = 1e-6
-    """Added to the mean square before its root."""
+    """Epsilon of RMS norm, added to the mean square before its root."""
     rope_theta: Positive = 10_000.0
-    """Base of the rotary wavelengths."""
+    """Base of the rotary position embedding."""
     rope_scaling: RopeScaling | None = None
-    """Scaling of the rotary wavelengths for long contexts."""
+    """Scaling of the rotary position embedding for long contexts."""
     max_position_embeddings: Count = 2048
-    """Tokens of the longest sequence, unless rope_scaling extends it."""
+    """Longest sequence in tokens, unless rope_scaling extends it."""
     initializer_range: Positive = 0.02
-    """Standard deviation of the initial matrices."""
+    """Standard deviation of initial weight matrices."""
 
     @property
     def num_kv_heads(self) -> int:
-        """Key and value heads."""
+        """Number of key/value heads."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def head_size(self) -> int:
-        """Width of a head."""
+        """Size of an attention head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def mixture(self) -> MoeShape | None:
-        """Experts of the blocks; None: every block has one feed-forward."""
+        """Shape of the mixture of experts; None if every block has one feed-forward layer."""
         return None
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
-        """Blocks without experts, in a model whose other blocks have experts."""
+        """Indices of blocks without experts, in a model whose other blocks have experts."""
         return ()
 
     def window_of(self, layer: int) -> int | None:
-        """Tokens that a query of a layer sees, its own among them; None for all before it."""
+        """Sliding window of a layer in tokens, including the query's own; None for full causal attention."""
         return None
 
     @property
     def scaled_length(self) -> int:
-        """Tokens of the longest sequence that the rotary embedding is made for."""
+        """Longest sequence, in tokens, that the rotary embedding supports."""
         if self.rope_scaling is None:
             return self.max_position_embeddings
         return self.rope_scaling.longest(self.max_position_embeddings)
 
     @property
     def longest_sequence(self) -> tuple[str, int]:
-        """Key that limits the tokens of a sequence, and the number."""
+        """Name of the key that limits the sequence length, and the limit in tokens."""
         if self.scaled_length > self.max_position_embeddings:
             return "original length * rope_scaling.factor", self.scaled_length
         return super().longest_sequence
@@ -130,7 +130,7 @@ class DecoderConfig(ModelConfig):
 
 
 def check(config: DecoderConfig, *, tp: int, seq_len: int) -> list[Problem]:
-    """Every reason why this shape cannot run at these degrees."""
+    """Return all problems of a model configuration at a tensor parallel degree and a sequence length."""
     heads, kv_heads = config.num_attention_heads, config.num_kv_heads
     fitting = listed([n for n in divisors(heads) if _divides(n, kv_heads)])
     problems = []

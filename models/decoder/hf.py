@@ -1,7 +1,7 @@
-"""Hugging Face's `config.json` of a decoder, read and written so that transformers 4 and 5 both understand it.
+"""Conversion of a decoder's configuration from and to Hugging Face's `config.json`, for transformers 4 and 5.
 
-The two differ in the rotary embedding (`rope_theta` and `rope_scaling` against one `rope_parameters`) and in the name
-of the weights' type (`torch_dtype` against `dtype`).
+The releases differ in the rotary embedding: `rope_theta` and `rope_scaling`, or one `rope_parameters`. They also differ
+in the name of the weights' type: `torch_dtype` or `dtype`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Config = TypeVar("Config", bound=DecoderConfig)
 
 
 def from_hf(config_type: type[Config], fixed: Mapping[str, object], hf: Mapping[str, Any]) -> Config:
-    """Read a Hugging Face `config.json`.
+    """Convert a Hugging Face `config.json` to a configuration of a family.
 
     Args:
-        config_type: Configuration of the family.
-        fixed: Keys of the file whose only supported value is given, which is the default of transformers too.
+        config_type: Configuration class of the family.
+        fixed: Keys of the file with their only supported value, which is also transformers' default.
         hf: Content of the file.
 
     Raises:
-        ConfigError: The file describes something that this family does not compute; every such key is named.
+        ConfigError: The file has keys or values that the family does not support; the error names all of them.
     """
     problems = [
         Problem(key, f"{hf[key]!r} is not supported; only {only!r} is", origin=_ORIGIN)
@@ -60,10 +60,11 @@ def from_hf(config_type: type[Config], fixed: Mapping[str, object], hf: Mapping[
 
 
 def _rope(hf: Mapping[str, Any], default_length: int) -> dict[str, Any]:
-    """Base and scaling of the rotary embedding, with the values that transformers takes from other keys of the file.
+    """Read base and scaling of the rotary embedding, with defaults from other keys of the file, as in transformers.
 
     Args:
-        default_length: `max_position_embeddings` of a file without the key.
+        hf: Content of the file.
+        default_length: `max_position_embeddings` of a file without this key.
     """
     table = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(table, Mapping):
@@ -94,8 +95,8 @@ def _rope(hf: Mapping[str, Any], default_length: int) -> dict[str, Any]:
 
 
 def _without_defaults(config: Config) -> Config:
-    # transformers writes out sizes that follow from other sizes. Kept, they would contradict overrides of the latter,
-    # and make a shape differ from the equal preset.
+    # transformers writes sizes that follow from other sizes. If kept, they would contradict overrides of the other
+    # sizes, and make a configuration differ from an equal preset.
     follows = {
         "num_key_value_heads": config.num_key_value_heads == config.num_attention_heads,
         "head_dim": config.head_size * config.num_attention_heads == config.hidden_size,
@@ -107,12 +108,12 @@ def _without_defaults(config: Config) -> Config:
 
 
 def to_hf(config: DecoderConfig, fixed: Mapping[str, object], architecture: str, dtype: str) -> dict[str, Any]:
-    """Write a Hugging Face `config.json`.
+    """Convert a model configuration to a Hugging Face `config.json`.
 
     Args:
         config: Configuration of the model.
-        fixed: Keys of the file that have the same value for every model of the family.
-        architecture: Class of the model in transformers.
+        fixed: Keys of the file with the same value for every model of the family.
+        architecture: Name of the model class in transformers.
         dtype: torch's name of the weights' type.
     """
     values = config.model_dump()

@@ -1,4 +1,4 @@
-"""Shape of a decoder whose feed-forwards are mixtures of experts.
+"""Configuration of a decoder whose feed-forward layers are mixtures of experts.
 
 Source: Jiang et al. 2024 (arXiv:2401.04088) section 2; Fedus et al. 2021 (arXiv:2101.03961) for the auxiliary loss.
 """
@@ -16,14 +16,14 @@ Coefficient = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class MixtureConfig(WindowConfig):
-    """Shape of a decoder with experts; the number of experts has another name in each family."""
+    """Configuration of a decoder with experts; the key for the number of experts differs between families."""
 
     num_experts_per_tok: Count = 2
-    """Experts that a token passes through."""
+    """Number of experts that process each token."""
     router_aux_loss_coef: Coefficient = 0.001
-    """Factor of the loss that balances the load of the experts; 0: none."""
+    """Coefficient of the router's load balancing loss; 0 for no such loss."""
     output_router_logits: bool = False
-    """Switch of transformers, which adds its auxiliary loss only with it; kept for transformers, and not read here."""
+    """Key of transformers that enables its auxiliary loss; nxtrain keeps the value for exports and does not read it."""
 
     @model_validator(mode="after")
     def _enough_experts(self) -> MixtureConfig:

@@ -1,7 +1,7 @@
-"""Decoder of norms, rotary attention and gated feed-forwards, written once for every family and every backend.
+"""Decoder model with RMS norms, rotary attention and gated feed-forward layers, for all families and backends.
 
-Shapes: S sequence, B batch, D hidden, V vocabulary. Between the layers activations are (S, B, D), or (S / tp, B, D)
-under sequence parallelism: the sharded dimension comes first, so that gathering it copies nothing twice.
+Shapes: S sequence, B batch, D hidden, V vocabulary. Between layers activations are (S, B, D), or (S / tp, B, D) with
+sequence parallelism. The sharded dimension is the first, so gathering it needs no additional copy.
 
 Source: Touvron et al. 2023 (arXiv:2302.13971), whose blocks the later families share.
 """
@@ -29,7 +29,7 @@ from nxtrain_models.decoder.config import DecoderConfig
 
 
 class _AttentionBlock(nn.Module):
-    """Attention after a norm, and the norm before the feed-forward."""
+    """Base of transformer blocks: attention after a norm, and the norm before the feed-forward layer."""
 
     def __init__(self, config: DecoderConfig, context: BuildContext, index: int) -> None:
         super().__init__()
@@ -49,12 +49,12 @@ class _AttentionBlock(nn.Module):
         self.post_attention_layernorm = _norm(config, context)
 
     def attended(self, x: Tensor, rope: Rope, *documents: Tensor) -> Tensor:
-        """Residual stream after the attention: (S/tp, B, D) to (S/tp, B, D)."""
+        """Add attention to the residual stream: (S/tp, B, D) to (S/tp, B, D)."""
         return x + self.self_attn(self.input_layernorm(x), rope, *documents)  # type: ignore[no-any-return]
 
 
 class DecoderBlock(_AttentionBlock):
-    """Attention and feed-forward, each after a norm and added to the residual stream."""
+    """Transformer block: attention and a feed-forward layer, each after a norm and added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, context: BuildContext, index: int) -> None:
         super().__init__(config, context, index)
@@ -62,13 +62,19 @@ class DecoderBlock(_AttentionBlock):
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, init=init, init_out=init_out, context=context)
 
     def forward(self, x: Tensor, rope: Rope, *documents: Tensor) -> Tensor:
-        """(S/tp, B, D) to (S/tp, B, D); documents: the `starts` of attention, or nothing."""
+        """Compute the block: (S/tp, B, D) to (S/tp, B, D).
+
+        Args:
+            x: Residual stream.
+            rope: Rotary position embedding.
+            documents: `starts` of `CausalLM.loss` if documents are separate; otherwise nothing.
+        """
         x = self.attended(x, rope, *documents)
         return x + self.mlp(self.post_attention_layernorm(x))  # type: ignore[no-any-return]
 
 
 class MixtureBlock(_AttentionBlock):
-    """Attention and experts, each after a norm and added to the residual stream."""
+    """Transformer block: attention and a mixture of experts, each after a norm and added to the residual stream."""
 
     def __init__(self, config: DecoderConfig, context: BuildContext, index: int) -> None:
         super().__init__(config, context, index)
@@ -82,21 +88,24 @@ class MixtureBlock(_AttentionBlock):
     def forward(
         self, x: Tensor, rope: Rope, starts: Tensor | None = None, counted: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(S/tp, B, D) to (S/tp, B, D), and the routing of the block; `starts` and `counted` of `CausalLM.loss`."""
+        """Compute the block, (S/tp, B, D) to (S/tp, B, D), and its routing statistics.
+
+        `starts` and `counted` are arguments of `CausalLM.loss`.
+        """
         x = self.attended(x, rope, *_given(starts))
         out, routing = getattr(self, self._name)(self.post_attention_layernorm(x), *_given(counted))
         return x + out, routing
 
 
 class DecoderBody(nn.Module):
-    """Everything but the output projection; its name in checkpoints is `model`."""
+    """Decoder without the output projection: embedding, blocks and final norm; named `model` in checkpoints."""
 
     def __init__(self, config: DecoderConfig, context: BuildContext, parts: Sequence[StagePart]) -> None:
         super().__init__()
         init, _ = _inits(config, context)
         if any(part.first for part in parts):
             self.embed_tokens = context.layers.embedding(config.vocab_size, config.hidden_size, init)
-        # Blocks are named by their index in the whole model, for any parts.
+        # Blocks are named by their index in the whole model, for any pipeline stage.
         blocks = chain.from_iterable(part.blocks for part in parts)
         self.layers = nn.ModuleDict({str(i): _block(config, context, i) for i in blocks})
         if any(part.last for part in parts):
@@ -123,9 +132,9 @@ class DecoderBody(nn.Module):
         counted: Tensor | None = None,
         routing: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """(S, B) tokens for the first part, (S/tp, B, D) for others, to (S/tp, B, D).
+        """Compute a pipeline part: (S, B) tokens for the first part, (S/tp, B, D) for others, to (S/tp, B, D).
 
-        The routing is that of all blocks until here; None before the first block with experts.
+        The returned routing statistics are sums over all blocks so far; None before the first block with experts.
         """
         if part.first:
             x = self.embed_tokens(x)
@@ -147,7 +156,7 @@ class DecoderBody(nn.Module):
 
 
 class CausalDecoder(nn.Module):
-    """Decoder with its output projection and loss; transformers' models of the same families name parameters alike."""
+    """Decoder with output projection and loss; parameters have the names of the same family in transformers."""
 
     def __init__(self, config: DecoderConfig, context: BuildContext) -> None:
         super().__init__()
@@ -165,11 +174,11 @@ class CausalDecoder(nn.Module):
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        """The transformer blocks, in order of use."""
+        """Transformer blocks of this pipeline stage, in order."""
         return tuple(self.model.layers.values())
 
     def count_loads(self, loads: Tensor) -> None:
-        """Add the loads of the experts to a tensor; see `CausalLM.count_loads`."""
+        """Accumulate the loads of the experts in a tensor; see `CausalLM.count_loads`."""
         self.model.loads = loads
 
     def run(
@@ -180,7 +189,7 @@ class CausalDecoder(nn.Module):
         starts: Tensor | None = None,
         counted: Tensor | None = None,
     ) -> Sequence[Tensor]:
-        """Compute one of the parts that were built; see `CausalLM.run`."""
+        """Compute one pipeline part of the model; see `CausalLM.run`."""
         x, *before = state
         routing = before[0] if before else None
         hidden, routing = self.model(x.t() if part.first else x, part, starts, counted, routing)
@@ -195,17 +204,17 @@ class CausalDecoder(nn.Module):
     def loss(
         self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None, counted: Tensor | None = None
     ) -> Tensor:
-        """Sum of the tokens' cross entropies, of a model that was built whole; see `CausalLM.loss`."""
+        """Sum of the cross entropies of all tokens, for a model without pipeline stages; see `CausalLM.loss`."""
         hidden, routing = self.model(inputs.t(), self._whole, starts, counted)
         return self._loss(hidden, routing, targets)
 
     def logits(self, inputs: Tensor, starts: Tensor | None = None) -> Tensor:
-        """(B, S) to (B, S, V) float32, of a model built whole; see `CausalLM.logits`."""
+        """Logits (B, S, V) float32 of tokens (B, S), for a model without pipeline stages; see `CausalLM.logits`."""
         hidden, _ = self.model(inputs.t(), self._whole, starts)
         return self.lm_head.logits(hidden).transpose(0, 1)
 
     def _loss(self, hidden: Tensor, routing: Tensor | None, targets: Tensor) -> Tensor:
-        """Sum of the tokens' cross entropies, with the gradient of the routers' losses as well."""
+        """Sum of the cross entropies of all tokens, with the gradient of the routers' losses added."""
         loss = self.lm_head.loss(hidden, targets.movedim(-1, 0))
         if routing is None or self._router_losses is None:
             return loss
@@ -214,7 +223,7 @@ class CausalDecoder(nn.Module):
         return loss
 
     def _tie(self) -> None:
-        """Tie the output projection to the embedding: one parameter, or on another pipeline stage a copy kept equal."""
+        """Tie the output projection to the embedding: one parameter, or a synchronized copy on the last stage."""
         has_embedding, has_head = hasattr(self.model, "embed_tokens"), hasattr(self, "lm_head")
         if has_embedding and has_head:
             self.lm_head.weight = cast(nn.Parameter, self.model.embed_tokens.weight)
@@ -226,13 +235,13 @@ class CausalDecoder(nn.Module):
 
 
 def build(config: DecoderConfig, context: BuildContext) -> CausalDecoder:
-    """Make the model on the meta device."""
+    """Build the model on the meta device."""
     with torch.device("meta"):
         return CausalDecoder(config, context)
 
 
 def _given(x: Tensor | None) -> tuple[Tensor, ...]:
-    """Argument of a module that is left out where there is no tensor."""
+    """Return the tensor as optional positional argument of a module; empty for None."""
     return () if x is None else (x,)
 
 
@@ -243,7 +252,7 @@ def _block(config: DecoderConfig, context: BuildContext, index: int) -> nn.Modul
 
 
 def _inits(config: DecoderConfig, context: BuildContext) -> tuple[Init, Init]:
-    """Initial values of projections, and smaller ones for those into the residual stream.
+    """Initializations of projections, and of projections into the residual stream, which are smaller.
 
     The smaller values keep the variance of the residual stream from growing with depth.
 

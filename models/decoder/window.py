@@ -1,4 +1,4 @@
-"""Sliding-window attention: a query sees its own token and a number of tokens before it.
+"""Configuration of sliding-window attention, in which a query attends to a fixed number of last tokens.
 
 Source: Jiang et al. 2023 (arXiv:2310.06825) section 2; `Qwen2Config` of transformers for the switch of the Qwens.
 """
@@ -14,31 +14,31 @@ from nxtrain_models.decoder.config import Count, DecoderConfig
 
 
 class WindowConfig(DecoderConfig):
-    """Shape of a decoder whose layers may have sliding-window attention."""
+    """Configuration of a decoder whose layers may have sliding-window attention."""
 
     sliding_window: Count | None = None
-    """Tokens that a query sees, its own among them; None for all before it."""
+    """Sliding window in tokens, including the query's own; None for full causal attention."""
 
     def window_of(self, layer: int) -> int | None:
-        """Tokens that a query of a layer sees, its own among them; None for all before it."""
+        """Sliding window of a layer in tokens, including the query's own; None for full causal attention."""
         return self.sliding_window
 
 
 class SwitchedWindowConfig(WindowConfig):
-    """Shape of a decoder whose `config.json` switches its window on or off; here the window is always on."""
+    """Configuration of a decoder whose `config.json` can disable the window; here a given window is always enabled."""
 
     max_window_layers: Annotated[int, Field(ge=0, le=2**16)] | None = None
-    """Layers before the first one with a window."""
+    """Number of layers without a window, before the first layer with a window."""
 
     def window_of(self, layer: int) -> int | None:
-        """Tokens that a query of a layer sees, its own among them; None for all before it."""
+        """Sliding window of a layer in tokens, including the query's own; None for full causal attention."""
         if layer < (self.max_window_layers or 0):
             return None
         return self.sliding_window
 
 
 def without_unused_window(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Content of a `config.json` without a window that is switched off or that no layer has."""
+    """Remove a disabled or unused window from the content of a `config.json`."""
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window", False) else None
     first, layers = hf.get("max_window_layers", 28), hf.get("num_hidden_layers")
     if window is None or (isinstance(first, int) and isinstance(layers, int) and first >= layers):
@@ -47,7 +47,7 @@ def without_unused_window(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_switch(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Content of a `config.json` that says whether its window is in use."""
+    """Add `use_sliding_window` to the content of a `config.json`, by its window."""
     if hf["sliding_window"] is None:
         kept = {name: value for name, value in hf.items() if name not in ("sliding_window", "max_window_layers")}
         return {**kept, "use_sliding_window": False}

@@ -1,4 +1,4 @@
-"""gpt-oss: experts with biases and clamped units, sinks in the attention, and windows in every other layer.
+"""Model family gpt-oss: experts with biases and clamped activations, attention sinks, and alternating windows.
 
 Source: OpenAI 2025 (arXiv:2508.10925).
 """
@@ -19,7 +19,7 @@ _KINDS = ("sliding_attention", "full_attention")
 
 
 class GptOss(DecoderFamily):
-    """gpt-oss, whose files stack the matrices of all experts of a block."""
+    """Model family gpt-oss, whose weight files stack the matrices of all experts of a block."""
 
     name = "gpt_oss"
     config_type = GptOssConfig
@@ -28,10 +28,10 @@ class GptOss(DecoderFamily):
     fixed: ClassVar[Mapping[str, object]] = {"attention_bias": True, "attention_dropout": 0.0}
 
     def from_hf(self, hf_config: Mapping[str, Any]) -> DecoderConfig:
-        """Read a Hugging Face `config.json`, whose layers have windows by turns."""
+        """Convert a Hugging Face `config.json`, whose layers must alternate between windows and full attention."""
         layers = hf_config.get("layer_types")
         if layers is not None and list(layers) != _kinds(len(layers)):
-            reason = "layers with and without a window in another order than by turns are not supported"
+            reason = "not supported; layers must alternate between sliding_attention and full_attention"
             raise ConfigError([Problem("layer_types", reason, origin="config.json")])
         values = {"num_key_value_heads": 8, **hf_config}
         if not (values.get("rope_scaling") or values.get("rope_parameters")):
@@ -40,12 +40,12 @@ class GptOss(DecoderFamily):
         return super().from_hf(values)
 
     def to_hf(self, config: ModelConfig, dtype: str) -> dict[str, Any]:
-        """Write a Hugging Face `config.json`."""
+        """Convert a configuration to a Hugging Face `config.json`, with `layer_types`."""
         return {**super().to_hf(config, dtype), "layer_types": _kinds(config.num_hidden_layers)}
 
 
 def _kinds(num_layers: int) -> list[str]:
-    """Kinds of attention of the layers, by turns."""
+    """Attention types of the layers, which alternate between a sliding window and full attention."""
     return [_KINDS[layer % 2] for layer in range(num_layers)]
 
 

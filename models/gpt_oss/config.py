@@ -1,4 +1,4 @@
-"""Shape of a gpt-oss."""
+"""Configuration of gpt-oss models."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ YARN: dict[str, Any] = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""Scaling of the rotary wavelengths of the published models, the default of transformers."""
+"""Rotary embedding scaling of the published models, which is transformers' default."""
 
 
 class GptOssConfig(MixtureConfig):
-    """Shape of a gpt-oss, as `GptOssConfig` of transformers; the first of two layers has a window, the second none."""
+    """Configuration of a gpt-oss model, as `GptOssConfig` of transformers; even layers have a sliding window."""
 
     qkv_bias: ClassVar[bool] = True
     out_bias: ClassVar[bool] = True
@@ -38,15 +38,15 @@ class GptOssConfig(MixtureConfig):
     sliding_window: Count | None = 128
     num_experts_per_tok: Count = 4
     num_local_experts: Count = 128
-    """Experts of a block; intermediate_size is the width inside of each."""
+    """Number of experts per block; intermediate_size is the width of one expert."""
     swiglu_limit: Positive = 7.0
-    """Largest gate, and largest absolute value beside it."""
+    """Clamp of SwiGLU: upper limit of the gate, and limit of the absolute value of the up projection."""
     swiglu_alpha: Positive = 1.702
-    """Factor inside of the sigmoid of the gate."""
+    """Factor of the gate inside its sigmoid."""
 
     @property
     def mixture(self) -> MoeShape:
-        """Experts of the blocks."""
+        """Shape of the mixture of experts."""
         return MoeShape(
             num_experts=self.num_local_experts,
             experts_per_token=self.num_experts_per_tok,
@@ -59,5 +59,5 @@ class GptOssConfig(MixtureConfig):
         )
 
     def window_of(self, layer: int) -> int | None:
-        """Tokens that a query of a layer sees, its own among them; None for all before it."""
+        """Sliding window of a layer in tokens, including the query's own; None for full causal attention."""
         return None if layer % 2 else self.sliding_window

@@ -1,4 +1,4 @@
-"""Published shapes of gpt-oss, each with its publication."""
+"""Configurations of the published gpt-oss models, with their sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1 and 3.2 (text).
+"""Model family Llama: Llama 2, 3, 3.1, 3.2 (text) and 3.3.
 
 Source: Touvron et al. 2023 (arXiv:2307.09288); Grattafiori et al. 2024 (arXiv:2407.21783).
 """
@@ -14,7 +14,7 @@ from nxtrain_models.llama.presets import PRESETS
 
 
 class Llama(DecoderFamily):
-    """Llama, whose blocks have neither biases nor norms of heads."""
+    """Model family Llama, whose blocks have no biases, and no norms of query and key heads."""
 
     name = "llama"
     config_type = LlamaConfig

@@ -1,4 +1,4 @@
-"""Shape of a Llama."""
+"""Configuration of Llama models."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from nxtrain_models.decoder.config import DecoderConfig
 
 
 class LlamaConfig(DecoderConfig):
-    """Shape of a Llama, as `LlamaConfig` of transformers."""
+    """Configuration of a Llama model, as `LlamaConfig` of transformers."""

@@ -1,4 +1,4 @@
-"""Published Llama shapes, each with its publication."""
+"""Configurations of the published Llama models, with their sources."""
 
 from __future__ import annotations
 

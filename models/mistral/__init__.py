@@ -1,4 +1,4 @@
-"""Mistral 7B and Mistral Nemo.
+"""Model family Mistral: Mistral 7B and Mistral Nemo.
 
 Source: Jiang et al. 2023 (arXiv:2310.06825).
 """
@@ -11,7 +11,7 @@ from nxtrain_models.mistral.presets import PRESETS
 
 
 class Mistral(DecoderFamily):
-    """Mistral, whose sequences may be no longer than its window."""
+    """Model family Mistral, whose layers may have sliding-window attention."""
 
     name = "mistral"
     config_type = MistralConfig

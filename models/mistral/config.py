@@ -1,4 +1,4 @@
-"""Shape of a Mistral."""
+"""Configuration of Mistral models."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from nxtrain_models.decoder.window import WindowConfig
 
 
 class MistralConfig(WindowConfig):
-    """Shape of a Mistral, as `MistralConfig` of transformers."""
+    """Configuration of a Mistral model, as `MistralConfig` of transformers."""
 
     num_key_value_heads: Count | None = 8
     max_position_embeddings: Count = 131_072
     sliding_window: Count | None = 4096
-    """Tokens that a query sees, its own among them; None for all before it."""
+    """Sliding window in tokens, including the query's own; None for full causal attention."""

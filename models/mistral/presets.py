@@ -1,4 +1,4 @@
-"""Published Mistral shapes, each with its publication."""
+"""Configurations of the published Mistral models, with their sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtral 8x7B and 8x22B.
+"""Model family Mixtral: Mixtral 8x7B and 8x22B.
 
 Source: Jiang et al. 2024 (arXiv:2401.04088).
 """
@@ -14,7 +14,7 @@ from nxtrain_models.mixtral.presets import PRESETS
 
 
 class Mixtral(DecoderFamily):
-    """Mixtral, whose blocks have experts in place of one feed-forward."""
+    """Model family Mixtral, whose blocks have a mixture of experts instead of one feed-forward layer."""
 
     name = "mixtral"
     config_type = MixtralConfig

@@ -1,4 +1,4 @@
-"""Shape of a Mixtral."""
+"""Configuration of Mixtral models."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from nxtrain_models.decoder.mixture import MixtureConfig
 
 
 class MixtralConfig(MixtureConfig):
-    """Shape of a Mixtral, as `MixtralConfig` of transformers."""
+    """Configuration of a Mixtral model, as `MixtralConfig` of transformers."""
 
     num_key_value_heads: Count | None = 8
     rms_norm_eps: Positive = 1e-5
     rope_theta: Positive = 1_000_000.0
     max_position_embeddings: Count = 131_072
     num_local_experts: Count = 8
-    """Experts of a block; intermediate_size is the width inside of each."""
+    """Number of experts per block; intermediate_size is the width of one expert."""
 
     @property
     def mixture(self) -> MoeShape:
-        """Experts of the blocks, under the names of Mixtral's own files."""
+        """Shape of the mixture of experts, with the parameter names of Mixtral's files."""
         return MoeShape(
             num_experts=self.num_local_experts,
             experts_per_token=self.num_experts_per_tok,

@@ -1,4 +1,4 @@
-"""Published Mixtral shapes, each with its publication."""
+"""Configurations of the published Mixtral models, with their sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (dense, text).
+"""Model family Qwen2: Qwen2 and Qwen2.5 (dense, text).
 
 Source: Yang et al. 2024 (arXiv:2407.10671); Qwen Team 2024 (arXiv:2412.15115).
 """
@@ -11,7 +11,7 @@ from nxtrain_models.qwen2.presets import PRESETS
 
 
 class Qwen2(SwitchedWindowFamily):
-    """Qwen2, whose projections to queries, keys and values have biases."""
+    """Model family Qwen2, whose projections to queries, keys and values have biases."""
 
     name = "qwen2"
     config_type = Qwen2Config

@@ -1,4 +1,4 @@
-"""Shape of a Qwen2."""
+"""Configuration of Qwen2 models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nxtrain_models.decoder.window import SwitchedWindowConfig
 
 
 class Qwen2Config(SwitchedWindowConfig):
-    """Shape of a Qwen2, as `Qwen2Config` of transformers."""
+    """Configuration of a Qwen2 model, as `Qwen2Config` of transformers."""
 
     qkv_bias: ClassVar[bool] = True
 

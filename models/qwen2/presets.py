@@ -1,4 +1,4 @@
-"""Published Qwen2.5 shapes, each with its publication."""
+"""Configurations of the published Qwen2.5 models, with their sources."""
 
 from __future__ import annotations
 

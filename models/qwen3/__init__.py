@@ -1,4 +1,4 @@
-"""Qwen3 (dense).
+"""Model family Qwen3 (dense).
 
 Source: Qwen Team 2025 (arXiv:2505.09388).
 """
@@ -14,7 +14,7 @@ from nxtrain_models.qwen3.presets import PRESETS
 
 
 class Qwen3(SwitchedWindowFamily):
-    """Qwen3, which normalizes every head of the queries and keys."""
+    """Model family Qwen3, which normalizes every query and key head."""
 
     name = "qwen3"
     config_type = Qwen3Config

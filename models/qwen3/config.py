@@ -1,4 +1,4 @@
-"""Shape of a Qwen3."""
+"""Configuration of Qwen3 models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nxtrain_models.decoder.window import SwitchedWindowConfig
 
 
 class Qwen3Config(SwitchedWindowConfig):
-    """Shape of a Qwen3, as `Qwen3Config` of transformers."""
+    """Configuration of a Qwen3 model, as `Qwen3Config` of transformers."""
 
     head_norms: ClassVar[bool] = True
 

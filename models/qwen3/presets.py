@@ -1,4 +1,4 @@
-"""Published Qwen3 shapes, each with its publication."""
+"""Configurations of the published Qwen3 models, with their sources."""
 
 from __future__ import annotations
 

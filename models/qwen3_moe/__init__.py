@@ -1,4 +1,4 @@
-"""Qwen3 with experts.
+"""Model family Qwen3 MoE: Qwen3 with experts.
 
 Source: Qwen Team 2025 (arXiv:2505.09388).
 """
@@ -16,7 +16,7 @@ from nxtrain_models.qwen3_moe.presets import PRESETS
 
 
 class Qwen3Moe(DecoderFamily):
-    """Qwen3 whose blocks have experts in place of one feed-forward, except those that are named."""
+    """Model family Qwen3 MoE, whose blocks have experts, except its dense layers."""
 
     name = "qwen3_moe"
     config_type = Qwen3MoeConfig
@@ -25,7 +25,7 @@ class Qwen3Moe(DecoderFamily):
     fixed: ClassVar[Mapping[str, object]] = {"attention_bias": False}
 
     def from_hf(self, hf_config: Mapping[str, Any]) -> DecoderConfig:
-        """Read a Hugging Face `config.json`; transformers 5 writes the number of experts under another name."""
+        """Convert a Hugging Face `config.json`, in which transformers 5 names the number of experts differently."""
         window = None
         if hf_config.get("use_sliding_window", False):
             window = hf_config.get("sliding_window", 4096)
@@ -35,7 +35,7 @@ class Qwen3Moe(DecoderFamily):
         return super().from_hf(values)
 
     def to_hf(self, config: ModelConfig, dtype: str) -> dict[str, Any]:
-        """Write a Hugging Face `config.json`."""
+        """Convert a configuration to a Hugging Face `config.json`, with `use_sliding_window`."""
         written = super().to_hf(config, dtype)
         in_use = written["sliding_window"] is not None
         return {**written, "use_sliding_window": in_use, "mlp_only_layers": list(written["mlp_only_layers"])}

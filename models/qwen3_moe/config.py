@@ -1,4 +1,4 @@
-"""Shape of a Qwen3 with experts."""
+"""Configuration of Qwen3 models with experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nxtrain_models.decoder.mixture import MixtureConfig
 
 
 class Qwen3MoeConfig(MixtureConfig):
-    """Shape of a Qwen3 with experts, as `Qwen3MoeConfig` of transformers; a window here is one that is in use."""
+    """Configuration of a Qwen3 model with experts, as `Qwen3MoeConfig` of transformers; a given window is enabled."""
 
     head_norms: ClassVar[bool] = True
 
@@ -20,19 +20,19 @@ class Qwen3MoeConfig(MixtureConfig):
     max_position_embeddings: Count = 32_768
     num_experts_per_tok: Count = 8
     num_experts: Count = 128
-    """Experts of a block."""
+    """Number of experts per block."""
     moe_intermediate_size: Count = 768
-    """Width inside an expert; intermediate_size is that of blocks without experts."""
+    """Intermediate size of an expert; intermediate_size is for blocks without experts."""
     norm_topk_prob: bool = False
-    """The weights of a token's experts add up to 1; otherwise they are probabilities over all experts."""
+    """Normalize the router weights of a token's experts to sum 1; otherwise they are probabilities over all experts."""
     decoder_sparse_step: Count = 1
-    """Every so many blocks have experts, beginning with the last of the first so many."""
+    """Interval n of blocks with experts: every n-th block has experts, beginning with index n - 1."""
     mlp_only_layers: tuple[Annotated[int, Field(ge=0, le=2**16)], ...] = Field(default=(), strict=False)
-    """Blocks without experts, counted from 0."""
+    """Indices of blocks without experts, from 0."""
 
     @property
     def mixture(self) -> MoeShape:
-        """Experts of the blocks."""
+        """Shape of the mixture of experts."""
         return MoeShape(
             num_experts=self.num_experts,
             experts_per_token=self.num_experts_per_tok,
@@ -43,7 +43,7 @@ class Qwen3MoeConfig(MixtureConfig):
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
-        """Blocks without experts."""
+        """Indices of blocks without experts."""
         layers, step = range(self.num_hidden_layers), self.decoder_sparse_step
         return tuple(layer for layer in layers if layer in self.mlp_only_layers or (layer + 1) % step)
 

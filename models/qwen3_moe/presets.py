@@ -1,4 +1,4 @@
-"""Published shapes of Qwen3 with experts, each with its publication."""
+"""Configurations of the published Qwen3 models with experts, with their sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices: their kernels, their transport between ranks, and vendors' libraries."""
+"""Device backends: kernels, collectives between ranks, and bindings to vendors' libraries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from nxtrain.backends.neuron.sdk import Package
 
 GPU_DEVICES = Path("/dev")
-"""Folder in which NVIDIA's driver shows GPUs: `nvidia0` and further, or `dxg` on Windows' Linux."""
+"""Folder of the device files of NVIDIA's driver: `nvidia0`, `nvidia1` and so on, or `dxg` under WSL."""
 
 # An environment has the torch-neuronx of TorchNeuron or the one of PyTorch/XLA, never both: the first two entries
 # exclude each other, and the recommended one comes first.
@@ -23,13 +23,14 @@ _ORDER = ("neuron-native", "neuron", "cuda", "cpu")
 
 
 def choose(name: str, *, in_full: bool = False) -> tuple[str, str]:
-    """Name of the backend to open, and the reason; `auto` takes the first that can run on this machine.
+    """Return the name of the backend to open, and the reason for the choice.
 
-    `auto` never chooses PyTorch/XLA, a tool for tests on machines without an accelerator.
+    `auto` takes the first backend that can run on this machine. It never chooses PyTorch/XLA, which is for tests on
+    machines without an accelerator.
 
     Args:
         name: Value of `backend.name`.
-        in_full: The reason names each backend that cannot run here, and why.
+        in_full: Name in the reason each backend that cannot run here, with its obstacle.
 
     Raises:
         BackendError: No backend can run here.
@@ -50,22 +51,22 @@ def choose(name: str, *, in_full: bool = False) -> tuple[str, str]:
 
 
 def support(name: str) -> Support:
-    """Check if a backend can run on this machine, with the reason; claims no device.
+    """Check if a backend can run on this machine, and give the reason; the check claims no device.
 
     Raises:
-        BackendError: There is no such backend.
+        BackendError: The name is no backend.
     """
     return _load(name).support()
 
 
 def device_support(name: str, environ: Mapping[str, str]) -> Support:
-    """Check if this machine has the devices that a run asks for; `auto`, `cpu` and `xla` run on any machine.
+    """Check if this machine has the devices of the configured backend; `auto`, `cpu` and `xla` run on any machine.
 
-    Only for GPUs is torch imported, and only where no file of a driver shows one.
+    torch is imported for GPUs only, and only where the driver shows no device file of a GPU.
 
     Args:
         name: Value of `backend.name`.
-        environ: Variables of the run's ranks.
+        environ: Environment variables of the run's ranks.
     """
     from nxtrain.backends.base import Support
     from nxtrain.backends.neuron import sdk, torchneuron
@@ -80,10 +81,10 @@ def device_support(name: str, environ: Mapping[str, str]) -> Support:
 
 
 def num_gpus() -> int:
-    """Number of GPUs that CUDA_VISIBLE_DEVICES leaves to this machine's ranks.
+    """Number of GPUs of this machine that CUDA_VISIBLE_DEVICES leaves visible.
 
     Raises:
-        BackendError: There is none.
+        BackendError: No GPU is visible.
     """
     supported = support("cuda")
     if not supported.ok:
@@ -101,16 +102,17 @@ def choose_layers(
     assumed: Package | None = None,
     needs_own: str = "",
 ) -> tuple[str, str]:
-    """Name of the parallel layers, and the reason; `auto` takes NeuronX Distributed's on Neuron devices.
+    """Choose the implementation of the tensor parallel layers: return `native` or `nxd`, and the reason.
 
-    On other devices `auto` has no choice, and the reason is empty.
+    `auto` takes the layers of NeuronX Distributed on Neuron devices. On other devices `auto` takes nxtrain's own
+    layers, and the reason is empty.
 
     Args:
         name: `auto`, `native` or `nxd`.
         backend: Name of the chosen backend.
         allow_unverified: Allow releases of NeuronX Distributed that nxtrain is not verified with.
-        assumed: NeuronX Distributed of the target machine, used if this machine has none.
-        needs_own: Reason for which only nxtrain's own layers serve; empty if any do.
+        assumed: Release of NeuronX Distributed on the target machine, used if this machine has none.
+        needs_own: Reason why the run needs nxtrain's own layers; empty if both implementations can run.
 
     Raises:
         BackendError: `nxd` cannot run on this machine; the message gives the reason.
@@ -141,7 +143,7 @@ def open_backend(name: str, settings: BackendSettings | None = None, layers: str
 
     Args:
         name: `cpu`, `cuda`, `xla`, `neuron` or `neuron-native`.
-        settings: Settings of the run; None: those of commands that do not train.
+        settings: Settings of the run; None for the settings of commands that do not train.
         layers: `native` or `nxd`.
 
     Raises:
@@ -153,8 +155,8 @@ def open_backend(name: str, settings: BackendSettings | None = None, layers: str
     if extracting(os.environ) and not backend.extracts:
         backend.close()
         raise BackendError(
-            f"{EXTRACTION}=1, as neuron_parallel_compile sets it, asks for the graphs of Neuron devices, but the "
-            f"backend is {name}, which would train; unset it, or use backend.name=neuron on a Trainium instance"
+            f"{EXTRACTION}=1, set by neuron_parallel_compile, requests graph extraction for Neuron devices, but "
+            f"backend.name={name} would train; unset it, or use backend.name=neuron on a Trainium instance"
         )
     if layers == "nxd":
         from nxtrain.backends.neuron.nxd.binding import NxdBinding

@@ -1,6 +1,6 @@
-"""Choice of the implementation of attention: the shape on which the choice depends, and torch's implementations.
+"""Choice of the attention kernel for a device and an attention shape, among torch's implementations.
 
-Importable without torch. Trainium's kernels have choices of their own, in `backends/neuron/`.
+Importable without torch. `backends/neuron/` chooses between the kernels of Trainium.
 """
 
 from __future__ import annotations
@@ -28,10 +28,14 @@ if TYPE_CHECKING:
 
 GpuKernel = Literal["sdpa", "cudnn", "flash", "flash3", "flash4", "efficient", "fused"]
 AttentionKind = Literal[GpuKernel, "bounded", "ring", "flex", "plain", "blocked", "per-document"]
-"""Kernels without scores in memory: FlashAttention or NKI's, its releases 3 and 4, cuDNN's, torch's memory-efficient
-one, the first of them that a GPU has, and the one that torch takes. NKI's with bounds of keys per query, and NKI's of
-ranks that pass keys on. Torch's FlexAttention; elementary operations on all scores; those on the scores of a block of
-queries at a time; a call per document."""
+"""Kind of attention kernel.
+
+Fused kernels keep no scores in memory: `flash` (FlashAttention 2 or NKI's kernel), `flash3`, `flash4`, `cudnn`,
+`efficient` (torch's memory-efficient kernel), `fused` (the first of them that the GPU has), `sdpa` (torch's choice).
+`bounded` is NKI's kernel with key bounds per query, `ring` NKI's ring attention, `flex` FlexAttention. Elementary
+operations compute all scores (`plain`), or the scores of one block of queries at a time (`blocked`). `per-document`
+calls torch's kernel once per document.
+"""
 
 CUDA_KERNELS: dict[str, str] = {
     "sdpa": "as torch's release chooses between its kernels",
@@ -42,10 +46,10 @@ CUDA_KERNELS: dict[str, str] = {
     "efficient": "torch's memory-efficient kernel",
     "fused": "the first of cuDNN's, FlashAttention's and torch's kernels whose trial on the device is right",
 }
-"""Kernels of torch's causal attention on GPUs, and their names in lines."""
+"""Descriptions of the kernels of torch's causal attention on GPUs, for log lines."""
 
 DOCUMENTS = "data.doc_mask=true keeps documents apart"
-"""Beginning of the reason for attention inside of documents."""
+"""Start of the message that attention is restricted to each document."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +61,15 @@ class AttentionShape:
         seq_len: Tokens per sequence, over all context parallel ranks.
         num_heads: Query heads of this rank.
         head_size: Width of a head.
-        params: `fp32` or `bf16`, type of queries, keys and values.
-        documents: A query sees the keys of its own document only.
-        compiled: `torch.compile` makes graphs of the blocks.
-        cp: Ranks that share the positions of a sequence.
+        params: `fp32` or `bf16`, the type of queries, keys and values.
+        documents: A query attends to the keys of its own document only.
+        compiled: `torch.compile` compiles the transformer blocks.
+        cp: Context parallel ranks.
         cp_method: `parallel.cp_method`.
         cp_layout: `parallel.cp_layout`.
-        window: Most keys that a query sees, its own among them; None: no limit.
-        full_layers: Number of layers whose queries see all keys before them in spite of the window.
-        sinks: Each query head has a score without a key.
+        window: Most keys that a query attends to, including its own; None for no limit.
+        full_layers: Number of layers without a window, whose queries attend to all keys before them.
+        sinks: Each query head has an attention sink, a score without a key.
     """
 
     micro_batch: int
@@ -84,7 +88,7 @@ class AttentionShape:
 
     @staticmethod
     def of(config: RunConfig, dimensions: Dimensions) -> AttentionShape:
-        """Attention shape of a run."""
+        """Return the attention shape of a run."""
         return AttentionShape(
             micro_batch=config.train.micro_batch,
             seq_len=config.train.seq_len,
@@ -103,17 +107,17 @@ class AttentionShape:
 
     @property
     def has_window(self) -> bool:
-        """True if some query does not see all keys before it, documents apart."""
+        """True if the sliding window is shorter than the sequence."""
         return self.window is not None and self.window < self.seq_len
 
     @property
     def is_mixed(self) -> bool:
-        """True if some layers have a window, and others none."""
+        """True if some layers have a sliding window, and others full attention."""
         return self.has_window and self.full_layers > 0
 
     @property
     def limits(self) -> list[str]:
-        """Reasons why a query sees other keys than all before it in this rank's rows."""
+        """Reasons why plain causal attention over this rank's sequences is not enough."""
         reasons = []
         if self.cp > 1:
             reasons.append(f"parallel.cp={self.cp} shares the positions of a sequence")
@@ -125,18 +129,18 @@ class AttentionShape:
 
     @property
     def is_long(self) -> bool:
-        """True if elementary operations compute the scores of a block at a time."""
+        """True if the sequence is too long for elementary operations to hold all scores at once."""
         return self.seq_len > LONGEST_SCORES
 
     @property
     def scores_cost(self) -> str:
-        """Sentence with the memory of the scores that elementary operations compute at once."""
+        """Sentence with the MiB of attention scores of one transformer block, when all are computed at once."""
         size = 2 if self.params == "bf16" else 4
         mib = self.micro_batch * self.num_heads * self.seq_len**2 * size / 2**20
         return f"Each block's scores take {mib:,.0f} MiB (micro_batch x heads per rank x seq_len^2 x {size} bytes)"
 
     def blocks_cost(self, backend: str) -> str:
-        """Sentences with the work and the memory of attention that is computed block by block.
+        """Sentences with the number of query blocks, their keys, and the MiB of scores of attention by blocks.
 
         Args:
             backend: `cpu`, `cuda`, `xla` ...
@@ -173,13 +177,13 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """Implementation of attention.
+    """Attention kernel of a run, with the reason for the choice.
 
     Args:
-        kind: The implementation.
-        reason: Reason of the choice.
-        lnc: Physical cores that share the work of a flash kernel on Trainium.
-        has_full_flash: The layers without a window use a flash kernel, unlike those that the choice is for.
+        kind: Kind of the kernel.
+        reason: Reason for the choice.
+        lnc: Physical NeuronCores that share a flash kernel on Trainium.
+        has_full_flash: The layers without a window use a flash kernel, and the layers with a window use `kind`.
     """
 
     kind: AttentionKind
@@ -193,20 +197,22 @@ class AttentionChoice:
         return self.kind == "flash" or self.has_full_flash
 
     def __str__(self) -> str:
-        """Message with the kind of attention and the reason."""
+        """Log message with the kind of attention and the reason."""
         return f"{self.kind} attention: {self.reason}"
 
 
 Choose = Callable[[AttentionShape], AttentionChoice | None]
-"""Choice for layers that are all alike."""
+"""Function that chooses the attention kernel of a model whose layers all have the same window."""
 
 
 def choose_mixed(choose: Choose, shape: AttentionShape) -> AttentionChoice | None:
-    """Choice for the layers with a window, with a sentence about the layers without one.
+    """Choose the attention kernel of a model in which some layers have a sliding window and others none.
+
+    The result is the kernel of the layers with a window. Its reason has a sentence about the other layers.
 
     Args:
-        choose: The choice for either kind.
-        shape: Shape of the attention, of which some layers have a window.
+        choose: Choice for layers of one kind.
+        shape: Attention shape of the model.
     """
     with_window, full = choose(replace(shape, full_layers=0)), choose(replace(shape, full_layers=0, window=None))
     assert with_window is not None, "attention in windows has no choice without a name"
@@ -220,7 +226,7 @@ def choose_mixed(choose: Choose, shape: AttentionShape) -> AttentionChoice | Non
 
 
 def choose_torch(backend: str, wanted: str, shape: AttentionShape) -> AttentionChoice | None:
-    """Choose between torch's implementations; None: torch's causal attention needs no replacement.
+    """Choose between torch's attention kernels; return None if torch's causal attention is enough.
 
     Args:
         backend: `cpu`, `cuda`, `xla` ...
@@ -228,7 +234,7 @@ def choose_torch(backend: str, wanted: str, shape: AttentionShape) -> AttentionC
         shape: Shape of one rank's attention.
 
     Raises:
-        ConfigError: The backend has no such kernel, or the kernel does not compute such attention.
+        ConfigError: The backend does not have the wanted kernel, or the kernel cannot compute this attention.
     """
     if shape.sinks:
         return choose_sinks(backend, wanted, shape)
@@ -252,22 +258,22 @@ def choose_torch(backend: str, wanted: str, shape: AttentionShape) -> AttentionC
 
 
 def choose_sinks(backend: str, wanted: str, shape: AttentionShape) -> AttentionChoice:
-    """Choice for attention with sinks, which is computed block by block on every device.
+    """Choose the kernel of attention with sinks, which is computed block by block on every device.
 
     Raises:
-        ConfigError: A kernel is asked for, and no kernel has sinks.
+        ConfigError: `wanted` is a fused kernel, and no fused kernel supports sinks.
     """
     if wanted not in ("auto", "plain", "blocked"):
-        reason = f"{wanted} has no sinks, which the heads of this model have"
+        reason = f"{wanted} does not support attention sinks, which the heads of this model have"
         raise ConfigError([Problem("backend.attention", reason, hint="use auto")])
     return AttentionChoice("blocked", f"heads have sinks. {shape.blocks_cost(backend)}")
 
 
 def _choose_cuda(wanted: str, shape: AttentionShape) -> AttentionChoice:
-    """Choose attention on GPUs for layers that are all alike; trials on the device follow when a run starts.
+    """Choose the attention kernel on GPUs for layers of one kind; the run tries the kernel when it starts.
 
     Raises:
-        ConfigError: The wanted kernel does not compute such attention.
+        ConfigError: The wanted kernel cannot compute this attention.
     """
     limits, of_flash = "; ".join(shape.limits), _flash_obstacles(shape)
     obstacles = _obstacles(wanted, shape)
@@ -275,7 +281,7 @@ def _choose_cuda(wanted: str, shape: AttentionShape) -> AttentionChoice:
         obstacles = _flex_obstacles(shape)
     if obstacles:
         reason = f"{wanted} cannot be had: {'; '.join(obstacles)}"
-        raise ConfigError([Problem("backend.attention", reason, hint="use auto, or mend that")])
+        raise ConfigError([Problem("backend.attention", reason, hint="use auto, or remove this obstacle")])
     if wanted == "flex":
         return AttentionChoice("flex", f"{limits or 'backend.attention=flex'} {_BY_FLEX}")
     if limits and wanted == "plain":
@@ -300,7 +306,7 @@ def _choose_cuda(wanted: str, shape: AttentionShape) -> AttentionChoice:
 
 
 def without_flash(shape: AttentionShape, why: str) -> AttentionChoice:
-    """Choose attention to some keys on GPUs where FlashAttention does not serve.
+    """Choose the kernel of attention with a mask on GPUs where FlashAttention cannot run.
 
     Args:
         why: Reason why FlashAttention cannot be used.
@@ -316,7 +322,7 @@ _BY_FLEX = "by torch's FlexAttention, tried when a run starts; blocks without a 
 
 
 def _flash_obstacles(shape: AttentionShape) -> list[str]:
-    """Reasons why FlashAttention cannot be used for queries that do not see all keys before them."""
+    """Reasons why FlashAttention cannot compute attention with documents, a window or context parallelism."""
     obstacles = []
     if shape.params == "fp32":
         obstacles.append("precision.params=fp32, and FlashAttention takes bf16 and fp16")
@@ -342,7 +348,7 @@ def _flex_obstacles(shape: AttentionShape) -> list[str]:
 
 
 def _obstacles(wanted: str, shape: AttentionShape) -> list[str]:
-    """Reasons why a configured kernel of `CUDA_KERNELS` cannot be used; none for other values."""
+    """Reasons why a configured kernel of `CUDA_KERNELS` cannot be used; empty for other values."""
     if wanted not in CUDA_KERNELS:
         return []
     if wanted == "flash" and shape.limits:
@@ -356,7 +362,7 @@ def _obstacles(wanted: str, shape: AttentionShape) -> list[str]:
 
 
 def _blocked(backend: str, wanted: str, shape: AttentionShape, limits: str) -> AttentionChoice:
-    """Attention by the scores of a block at a time, since queries do not see all keys before them."""
+    """Return the choice of attention by blocks of queries, with the reason why a mask is needed."""
     because = "torch's flash kernels take no mask"
     if wanted == "plain":
         because = "backend.attention=plain asks for elementary operations"
@@ -366,18 +372,18 @@ def _blocked(backend: str, wanted: str, shape: AttentionShape, limits: str) -> A
 def choose_by(
     backend: str, wanted: str, shape: AttentionShape, obstacles: list[str], flash: AttentionChoice, kernel: str
 ) -> AttentionChoice:
-    """Choose a flash kernel unless something is in its way.
+    """Choose a flash kernel of Trainium, or elementary operations if there are obstacles.
 
     Args:
         backend: `neuron` or `neuron-native`.
         wanted: `auto`, `plain` or `flash`.
         shape: Shape of one rank's attention.
-        obstacles: Reasons why the kernel cannot be used, apart from the keys that queries see.
-        flash: Attention by the kernel.
-        kernel: Name of the kernel in sentences.
+        obstacles: Reasons why the kernel cannot be used, other than masks.
+        flash: Choice to return for the flash kernel.
+        kernel: Name of the kernel, for messages.
 
     Raises:
-        ConfigError: The kernel is wanted and cannot run in every layer.
+        ConfigError: `wanted` is `flash`, and the kernel cannot run in every layer.
     """
     if shape.sinks:
         return choose_sinks(backend, wanted, shape)
@@ -388,7 +394,7 @@ def choose_by(
         obstacles = [f"{'; '.join(shape.limits)}, and {kernel} takes no mask", *obstacles]
     if wanted == "flash" and obstacles:
         reason = f"flash cannot be had: {'; '.join(obstacles)}"
-        raise ConfigError([Problem("backend.attention", reason, hint="use auto, or mend that")])
+        raise ConfigError([Problem("backend.attention", reason, hint="use auto, or remove this obstacle")])
     kind: AttentionKind = "plain"
     cost = shape.scores_cost
     if shape.limits or shape.is_long:
@@ -399,10 +405,10 @@ def choose_by(
 
 
 def context_method(wanted: Literal["auto"] | ContextMethod, backend: str) -> ContextMethod:
-    """Exchange of keys and values over cp as configured; `auto` is a ring on cpu and cuda.
+    """Method by which context parallel ranks exchange keys and values: `ring` or `gather`.
 
-    Whole recorded steps have one graph for all ranks, and a ring orders its work by rank. On Trainium no transfer in
-    the middle of attention was timed.
+    `auto` is a ring on cpu and cuda, and a gather elsewhere. A step recorded as one graph is the same on all ranks,
+    but the order of a ring depends on the rank. On Trainium no ring transfer within attention has been timed.
     """
     if wanted != "auto":
         return wanted
@@ -412,5 +418,5 @@ def context_method(wanted: Literal["auto"] | ContextMethod, backend: str) -> Con
 
 
 def layout_of_ring(layout: Literal["auto"] | CutLayout) -> CutLayout:
-    """Positions of a rank of a ring; `auto` takes stripes, which balance the work."""
+    """Layout of the positions over the ranks of a ring; `auto` takes `striped`, which balances the ranks' work."""
     return "striped" if layout == "auto" else layout

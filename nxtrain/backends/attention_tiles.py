@@ -1,10 +1,11 @@
-"""Division of an attention to ranges of keys into tiles that flash kernels compute without a mask.
+"""Division of masked attention into tiles that flash kernels compute without a mask.
 
-A tile is a run of queries and a run of keys. The kernel's diagonal ends in the last query and the last key: either
-every query sees all keys of the tile, or each query sees one key more than the query before. A window hides keys that
-are too far before the diagonal. Each query is in one tile at most, so that tiles need no sum of outputs.
+A tile is a range of adjacent queries and a range of adjacent keys. In a full tile every query attends to all keys. In
+a causal tile each query attends to one key more than the query before, and the last query attends to the last key. A
+window hides keys that are too far before the diagonal. Each query is in at most one tile, so outputs of tiles are not
+summed.
 
-Positions are ascending, and gaps between them do no harm: a rank's pieces of a row may share a tile.
+Positions are ascending and may have gaps: several pieces of a sequence on one rank may share a tile.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ Positions = NDArray[np.int64]
 
 
 class Tile(NamedTuple):
-    """Adjacent queries and adjacent keys.
+    """Tile of attention scores: a range of adjacent queries and a range of adjacent keys.
 
     Args:
         start, end: First query, and the query after the last.
         low, high: First key, and the key after the last.
-        causal: The last query sees the last key, and each query one key fewer than the next; False: all see the last.
-        window: Most keys between the diagonal and a key that a query sees; None: no limit.
+        causal: Mask keys after the diagonal, which ends in the last query and the last key; False for no mask.
+        window: Most keys between the diagonal and a visible key; None for no limit.
     """
 
     start: int
@@ -40,19 +41,19 @@ class Tile(NamedTuple):
 
 
 class MaskKind(NamedTuple):
-    """Mask of a call of a flash kernel, the same for all tiles of the call."""
+    """Mask of one flash kernel call, the same for all tiles of the call."""
 
     causal: bool
     window: int | None
 
 
 def tiles(first: Positions, last: Positions, keys: Positions, *, slides: bool = False) -> list[Tile]:
-    """Divide the queries of a sequence into tiles; queries that see no key are in none.
+    """Divide the queries of a sequence into tiles; queries without a visible key are in no tile.
 
     Args:
-        first, last: (Q,) first and last position that each query sees, both ascending.
+        first, last: (Q,) first and last visible position of each query, both ascending.
         keys: (K,) positions of the keys, ascending.
-        slides: A window moves with the queries, so that a tile may leave keys behind.
+        slides: The attention has a sliding window, so a later query of a tile may not see its first keys.
     """
     low, high = np.searchsorted(keys, first), np.searchsorted(keys, last, side="right")
     seeing = np.flatnonzero(high > low)
@@ -85,17 +86,21 @@ def tiles(first: Positions, last: Positions, keys: Positions, *, slides: bool = 
 
 
 def _last_pair(changes: NDArray[np.intp], pair: int) -> int:
-    """End of the run of equal differences that begins at a pair of neighbouring queries: number of its last pair."""
+    """Return the last index of the run of equal kinds that contains a pair of neighbouring queries.
+
+    The kind of a pair tells if the two queries can share a tile, and with which mask.
+    """
     return int(changes[np.searchsorted(changes, pair)])
 
 
 def waves(by_sequence: Sequence[Sequence[Tile]]) -> list[tuple[MaskKind, list[tuple[int, Tile]]]]:
-    """Group the tiles of sequences into calls, in a fixed order; within a call no two tiles have a key in common.
+    """Group the tiles of several sequences into flash kernel calls in which no two tiles share a key.
 
-    The gradients of a call's keys are then sums of one part each, whatever the order on the device.
+    Each key gets its gradient from one tile of a call, so the gradients do not depend on the order on the device. The
+    order of the calls is fixed.
 
     Returns:
-        Settings of each call, and the numbers of the sequences with their tiles.
+        Mask of each call, and its tiles with their sequence indices.
     """
     calls: dict[tuple[MaskKind, int], list[tuple[int, Tile]]] = {}
     for sequence, own in enumerate(by_sequence):
@@ -112,18 +117,18 @@ def waves(by_sequence: Sequence[Sequence[Tile]]) -> list[tuple[MaskKind, list[tu
 
 @lru_cache(maxsize=1024)
 def undivided_tiles(queries: Pieces, keys: Pieces, window: int | None) -> tuple[Tile, ...]:
-    """Tiles of a sequence that is one document."""
+    """Return the tiles of a sequence that is one document."""
     last = listed(queries)
     return tuple(tiles(first_seen(np.zeros_like(last), last, window), last, listed(keys), slides=window is not None))
 
 
 def first_seen(starts: Positions, last: Positions, window: int | None) -> Positions:
-    """First positions that queries see, from those of their documents: (Q,), or (B, Q) for several rows."""
+    """Return the first visible position of each query, (Q,) or (B, Q), from the first position of its document."""
     if window is None:
         return starts
     return np.maximum(starts, last - (window - 1))
 
 
 def listed(pieces: Pieces) -> Positions:
-    """Array of all positions of some pieces."""
+    """Concatenate the positions of pieces of a sequence into one array."""
     return np.concatenate([np.arange(piece.start, piece.stop, piece.step) for piece in pieces])

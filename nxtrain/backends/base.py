@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Support:
-    """Result of the check if a backend can run on this machine, with a reason, whose first line is a summary."""
+    """Result of the check if a backend can run on this machine, with the reason; its first line is a summary."""
 
     ok: bool
     reason: str
 
 
 class Binding:
-    """Work that a vendor's library does for one rank; this base class uses nxtrain's own code only.
+    """Interface to a vendor's library of parallel layers; this base class uses nxtrain's own layers.
 
     Attributes:
         name: Name of the layers, as in `backend.layers`.
@@ -46,40 +46,40 @@ class Binding:
     name = "native"
 
     def rank_order(self, *, tp: int, pp: int) -> tuple[int, ...]:
-        """Every rank once, in an order of places [pp, dp, tp] that suits the machine's wiring; empty for ascending.
+        """Ranks in the order of mesh places [pp, dp, tp] that suits the machine's interconnect; empty for ascending.
 
         Raises:
-            BackendError: The library cannot lay out these degrees.
+            BackendError: The library cannot place ranks for these degrees.
         """
         return ()
 
     def layers(self, native: LayerSet, mesh: Mesh, dtype: torch.dtype) -> LayerSet:
-        """Layers for building a model.
+        """Return the layer set from which models are built.
 
         Args:
-            native: nxtrain's own layers, for those that the library lacks or computes wrong.
-            mesh: The axes of this rank.
+            native: nxtrain's own layers, used where the library lacks a layer or computes it wrong.
+            mesh: Mesh with the axes of this rank.
             dtype: Type of the weights.
 
         Raises:
-            BackendError: The library lays out the ranks in another way than the mesh.
+            BackendError: The library's process groups differ from the mesh.
         """
         return native
 
     def mark(self, model: nn.Module, tp: Axis) -> None:
-        """Pass the sharding of the parameters to the library; called after parameters have their final storage."""
+        """Declare the sharding of the parameters to the library, after the parameters have their final storage."""
 
     def start_average(
         self, grads: Sequence[Tensor], dp: Axis, dtype: torch.dtype, comm: Collectives
     ) -> Pending[list[Tensor]]:
-        """Start to average gradients over all data parallel ranks, in the given type.
+        """Start an all-reduce that averages gradients over all data parallel ranks, in the given type.
 
-        The gradients keep their values, and may be freed at once.
+        The gradient tensors are not changed, and may be freed at once.
         """
         return comm.start_all_reduce_bucket(grads, dp, dtype, scale=1.0 / dp.size)
 
     def notes(self) -> tuple[str, ...]:
-        """Messages about the library of layers."""
+        """Log messages about the library of parallel layers."""
         return ()
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class Binding:
 
 
 def fetched_names(values: Mapping[str, Tensor]) -> list[str]:
-    """Names of the numbers that `Backend.fetch` reads from some tensors, in order."""
+    """Names of the scalars that `Backend.fetch` reads from tensors, in order; entry 2 of `load` is `load_2`."""
     names: list[str] = []
     for name, value in values.items():
         if value.dim() == 0:
@@ -99,15 +99,15 @@ def fetched_names(values: Mapping[str, Tensor]) -> list[str]:
 
 @dataclass(frozen=True)
 class BackendSettings:
-    """Settings with which a backend is opened.
+    """Settings of a backend.
 
     Args:
         hang_timeout_s: Seconds that a collective waits for the other ranks; more where graphs may compile.
-        torch_compile: The run uses `torch.compile`, which compiles at first use on every device.
+        torch_compile: The run uses `torch.compile`, which compiles on first use on every device.
         cpu_transport: Transport between the ranks of a CPU host: `auto`, `gloo` or `shared_memory`.
         allow_unverified: Allow releases of a vendor's library that nxtrain is not verified with.
-        deterministic: Kernels of a GPU repeat their bits.
-        rejoined: Times that this process has met the other ranks again after the loss of one.
+        deterministic: GPU kernels give bitwise equal results in each run.
+        rejoined: Number of rendezvous of this process after the loss of another rank.
     """
 
     hang_timeout_s: float = 1800.0
@@ -123,26 +123,26 @@ DEFAULTS = BackendSettings()
 
 
 class Backend(RankGroup):
-    """One kind of device in a group of ranks: storage of tensors, kernels, and boundaries of graphs.
+    """Interface of a device backend: tensor storage, kernels, collectives and graph boundaries of one rank.
 
     Attributes:
         name: `cpu`, `cuda`, `xla` ...
-        compiler: `torch.compile`'s backend for this device; None: the device's own compiler gets whole steps.
-        compiles_at_first_use: A graph or operation is compiled when it is first used, for up to an hour. While work is
-            new, the hang limits of watchdog, process groups and runtime allow for that.
-        is_asynchronous: The host queues work, and goes on while the device computes.
+        compiler: `torch.compile` backend for this device; None if the device's own compiler compiles whole steps.
+        compiles_at_first_use: A graph or operation is compiled on first use, for up to an hour. The hang limits of
+            watchdog, process groups and runtime allow for compilation.
+        is_asynchronous: The host enqueues work, and continues while the device computes.
         device: Device of this rank's tensors.
         kernels: Kernels of the device.
         host_kernels: Kernels for tensors in host memory.
-        extracts: Graphs are collected for compilation and not run; fetched values are meaningless.
+        extracts: Graphs are extracted for compilation and not run; fetched values are meaningless.
         binding: Binding to a vendor's library.
         diagnostics: Measurements of the device.
-        float8: Products in float8, in words; empty: there are none.
-        experts: Products of experts, in words; empty: there is no choice.
-        has_rings: Some machines of this kind have a kernel for `ring`.
-        ring: Kernel of attention between context parallel ranks; None: there is none, or it is not chosen.
-        attention: Chosen implementation of attention; None: the device has one only, or none is chosen yet.
-        compiler_options: Options of `torch.compile` for `compiler`; None: its defaults.
+        float8: Description of the float8 matrix products; empty if the run has none.
+        experts: Description of the expert kernels; empty if the device has no choice of them.
+        has_rings: Some devices of this backend have a ring attention kernel.
+        ring: Ring attention kernel; None if there is none, or if another method is chosen.
+        attention: Chosen attention kernel; None if the device has only one, or before the choice.
+        compiler_options: Options of `torch.compile` for `compiler`; None for the defaults.
     """
 
     compiler: str | None = None
@@ -168,101 +168,108 @@ class Backend(RankGroup):
     @staticmethod
     @abstractmethod
     def support() -> Support:
-        """Check if this backend can run on this machine, with the reason; claims no device."""
+        """Check if this backend can run on this machine, and give the reason; the check claims no device."""
 
     @abstractmethod
     def put(self, x: Tensor) -> Tensor:
         """Copy a host tensor to the device."""
 
     def pin(self, memory: Tensor) -> Callable[[], None] | None:
-        """Let the device write to host memory while the host goes on.
+        """Pin host memory, so that copies from the device do not block the host.
 
         Returns:
-            A function that ends it, before the memory is freed; None: copies to the memory make the host wait.
+            Function that unpins the memory, to call before the memory is freed. None if memory cannot be pinned.
         """
         return None
 
     @abstractmethod
     def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
-        """Read numbers: the only device-to-host read in training, one transfer for all of them.
+        """Copy tensors to the host in one transfer, and return their entries as floats by name.
+
+        This is the only device-to-host copy in training.
 
         Args:
-            values: () tensors, and tensors whose entries get names of their own: NAME_0, NAME_1 and so on.
+            values: () tensors keep their names. Entries of other tensors are named NAME_0, NAME_1 and so on.
         """
 
     @abstractmethod
     def scalars(self, *values: float) -> tuple[Tensor, ...]:
-        """Upload numbers that change from step to step, as () float32 tensors that no compiler folds into constants."""
+        """Copy numbers that change at each step to the device, as () float32 tensors.
+
+        As tensors, they are inputs of graphs: a compiler does not fold them into constants.
+        """
 
     def step_boundary(self) -> None:
-        """Run the recorded graph on the device; does nothing on eager devices."""
+        """Run the recorded graph on the device; on eager devices nothing is recorded, and the call does nothing."""
 
     def choose_attention(self, wanted: str, shape: AttentionShape) -> None:
-        """Choose the implementation of attention; called once, before a model is built.
+        """Choose the attention kernel; called once, before a model is built.
 
         Args:
             wanted: `auto`, `plain` or `flash`.
-            shape: Shape of the attention.
+            shape: Shape of one rank's attention.
 
         Raises:
-            ConfigError: The wanted implementation cannot run.
+            ConfigError: The wanted kernel cannot run.
         """
         self.attention = choose_torch(self.name, wanted, shape)
 
     def choose_experts(self, wanted: str, shape: ExpertShape | None) -> None:
-        """Choose the products of experts; called once, before a model is built.
+        """Choose the kernels of the experts' matrix products; called once, before a model is built.
 
         Args:
             wanted: `auto`, `blockwise` or `plain`.
-            shape: Shape of the experts; None: the model has none.
+            shape: Shape of the experts; None if the model has none.
 
         Raises:
-            ConfigError: The wanted products cannot be had.
+            ConfigError: The wanted kernels cannot run.
         """
         del shape
         if wanted == "blockwise":
-            reason = f"blockwise, but backend.name={self.name} has no kernel of all experts"
+            reason = f"is blockwise, but backend.name={self.name} has no blockwise kernel of experts"
             raise ConfigError([Problem("backend.experts", reason, hint="use auto")])
 
     def choose_rounding(self, update: str, wanted: str) -> None:
-        """Choose the random bits of stochastic rounding; called once, before a model is built.
+        """Choose the random number generator of stochastic rounding; called once, before a model is built.
 
         Args:
             update: `precision.update`.
             wanted: `auto`, `software` or `hardware`.
 
         Raises:
-            BackendError: The wanted bits cannot be had.
+            BackendError: The wanted generator cannot run.
         """
 
     def choose_float8(self, recipe: str, params: str) -> None:
-        """Choose the products in float8; called once, before a model is built.
+        """Choose the float8 matrix products; called once, before a model is built.
 
         Args:
             recipe: `precision.fp8`.
             params: `precision.params`.
 
         Raises:
-            ConfigError: The device has no such products.
+            ConfigError: The device has no float8 matrix products.
         """
         if recipe != "none":
-            reason = f"{recipe}, but backend.name={self.name} has no products in float8"
+            reason = f"is {recipe}, but backend.name={self.name} has no float8 matrix products"
             raise ConfigError([Problem("precision.fp8", reason, hint="use none; cuda has them, and cpu emulates them")])
 
     def compile_kernels(self) -> None:
-        """Let kernels make graphs of the work around a model's blocks; most devices gain nothing by that."""
+        """Compile the kernels outside of a model's blocks, such as the optimizer's; most devices gain nothing."""
 
     def overlap_products(self, tp: Axis) -> None:
-        """Let compiled blocks gather and scatter over tp while they multiply; called before a model is built.
+        """Overlap the tensor parallel collectives of compiled blocks with their matrix products (async tp).
+
+        Called before a model is built.
 
         Raises:
-            ConfigError: The device has no such products.
+            ConfigError: The device cannot overlap them.
         """
-        reason = f"is for GPUs, whose memory their peers can reach, not for backend.name={self.name}"
+        reason = f"needs GPUs that access each other's memory, but backend.name={self.name}"
         raise ConfigError([Problem("parallel.async_tp", reason, hint="use false")])
 
     def notes(self) -> tuple[str, ...]:
-        """Messages about the choices of this backend for the run, each with the reason."""
+        """Log messages about the kernels that this backend chose for the run, each with the reason."""
         attention = "" if self.attention is None else str(self.attention)
         return tuple(filter(None, (attention, self.experts, self.float8)))
 

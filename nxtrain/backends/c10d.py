@@ -1,4 +1,4 @@
-"""Base of the backends on `torch.distributed`: gloo on CPU, NCCL on CUDA, TorchNeuron's own on Trainium."""
+"""Base of the backends on `torch.distributed`: gloo on CPU, NCCL on CUDA, TorchNeuron on Trainium."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ class C10dDiagnostics(Diagnostics):
 
 
 class C10dBackend(Backend):
-    """A backend whose ranks are processes of `torch.distributed`.
+    """Backend whose ranks are processes of `torch.distributed`.
 
-    Its groups wait so many seconds longer than the watchdog, where their clock starts before the watchdog's.
+    `_group_patience_s` is added to the time limit of process groups whose clock starts before the watchdog's, in
+    seconds.
     """
 
     collectives: C10dCollectives
@@ -79,14 +80,14 @@ class C10dBackend(Backend):
 
     def close(self) -> None:
         super().close()
-        # Not after a failure: it would wait, holding Python's lock, for ranks that wait for this one's end.
+        # Not after a failure: destroying the group would hold the GIL and wait for ranks that wait for this rank's end.
         if self.world > 1 and not self._ends_early:
             self.collectives.forget()
             dist.destroy_process_group()
 
 
 class AcceleratorBackend(C10dBackend):
-    """A backend whose device has its own memory and computes asynchronously to the host."""
+    """Backend whose device has its own memory and computes asynchronously to the host."""
 
     is_asynchronous = True
     _lost = ""
@@ -102,11 +103,13 @@ class AcceleratorBackend(C10dBackend):
         return dict(zip(fetched_names(values), numbers, strict=True))
 
     def abandon(self, failure: str) -> None:
-        self._lost = failure  # first, since the main thread goes on as soon as its device does
+        # Set before the waits end, since the main thread continues as soon as its device does.
+        self._lost = failure
         end_waits()
 
     def failed(self, error: Exception) -> Exception:
-        if self._lost and not isinstance(error, NxtrainError):  # such as that of a group which `abandon` has ended
+        # After `abandon`, errors such as those of ended process groups mean the lost rank.
+        if self._lost and not isinstance(error, NxtrainError):
             error = LostPeerError(self._lost)
         return super().failed(error)
 

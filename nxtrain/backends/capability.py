@@ -1,16 +1,16 @@
-"""Compute capability of NVIDIA GPUs, as far as number types depend on it; importable without torch."""
+"""Compute capabilities of NVIDIA GPUs that bf16 and float8 products need; importable without torch."""
 
 from __future__ import annotations
 
 AMPERE = (8, 0)
-"""First compute capability with bf16 products.
+"""Lowest compute capability with bf16 matrix products.
 
 Source: section "Compute Capabilities" of https://docs.nvidia.com/cuda/cuda-c-programming-guide.
 """
 
 
 FLOAT8 = {"tensorwise": (8, 9), "rowwise": (9, 0), "mxfp8": (10, 0)}
-"""First compute capability of each recipe of `precision.fp8`: Ada, Hopper and Blackwell."""
+"""Lowest compute capability of each recipe of `precision.fp8`: Ada, Hopper and Blackwell."""
 
 
 def version(capability: tuple[int, int]) -> str:

@@ -1,4 +1,4 @@
-"""CPU backend: collectives through shared memory or gloo, torch's kernels, an allocator that keeps pages."""
+"""CPU backend: collectives through shared memory or gloo, torch's kernels, and malloc settings that keep pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nxtrain.common.errors import BackendError
 
 
 class CpuDiagnostics(C10dDiagnostics):
-    """Measurements of this process."""
+    """Memory and wait time of this CPU process."""
 
     def peak_memory_bytes(self) -> int:
         # Not getrusage: on Linux its peak survives exec, so a child begins with the peak of its parent.
@@ -31,7 +31,7 @@ class CpuDiagnostics(C10dDiagnostics):
 
 
 class CpuBackend(C10dBackend):
-    """Plain CPU tensors; one process per rank."""
+    """Backend for CPU tensors, with one process per rank."""
 
     name = "cpu"
     compiler = "inductor"
@@ -58,7 +58,7 @@ class CpuBackend(C10dBackend):
         return Support(True, "every machine has a CPU")
 
     def choose_transport(self, wanted: str) -> None:
-        """Choose the transport between ranks; all ranks call this.
+        """Choose the transport of collectives between ranks; all ranks call this.
 
         Args:
             wanted: `auto`, `gloo` or `shared_memory`.

@@ -1,4 +1,4 @@
-"""Causal attention for CPUs at short sequences: blocks of queries against the keys before them, by matrix products.
+"""Causal attention for short sequences on CPUs: matrix products of blocks of queries with the keys before them.
 
 torch's flash kernel reaches a tenth of a CPU's matrix speed, and less in backward (torch 2.9). This implementation
 saves the probabilities of the forward pass, S^2 / 2 entries per head, which is faster while they are few.
@@ -24,19 +24,19 @@ _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def is_short(q: Tensor) -> bool:
-    """True if the probabilities of these queries, (S, B, N, H), are few enough to be saved."""
+    """True if the attention probabilities of queries (S, B, N, H) are few enough to save for backward."""
     length, batch, heads, _ = q.shape
     return keeps_probabilities(batch, heads, length, q.element_size())
 
 
 def blocked_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`Kernels.attention`; scores, softmax and their gradients are float32."""
+    """Causal attention (`Kernels.attention`) with float32 scores, softmax and gradients of both."""
     out: Tensor = _BlockedAttention.apply(q, k, v)
     return out
 
 
 def wide_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`Kernels.attention` by torch's flash kernel in float32, for 16-bit types that this CPU does not multiply."""
+    """Causal attention by torch's float32 flash kernel, for 16-bit inputs that this CPU cannot multiply."""
     repeats = q.shape[2] // k.shape[2]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     if repeats > 1:
@@ -93,7 +93,7 @@ class _BlockedAttention(torch.autograd.Function):
 
 
 class _WideFlashAttention(torch.autograd.Function):
-    """torch's flash kernel in float32 on 16-bit heads, (B, N, S, H); saves what the kernel of 16 bits saves."""
+    """torch's float32 flash kernel on 16-bit inputs (B, N, S, H), with 16-bit tensors saved for backward."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -111,18 +111,18 @@ class _WideFlashAttention(torch.autograd.Function):
 
 
 def _float_rows(x: Tensor) -> Tensor:
-    """Copy in float32 with contiguous rows: the kernel takes other rows for contiguous ones (torch 2.9)."""
+    """Copy to float32 with contiguous rows; the flash kernel ignores the stride of a row (torch 2.9)."""
     wide = x.float()
     return wide if wide.stride(-1) == 1 else wide.contiguous()
 
 
 def _product_type(x: Tensor) -> torch.dtype:
-    """Type in which this CPU multiplies matrices of a type."""
+    """Type in which this CPU multiplies matrices of the tensor's type."""
     return x.dtype if has_products(x.dtype) else torch.float32
 
 
 def _blocks(queries: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-    """Iterate over blocks as (G, R * rows, H), with the first position and the one after the last."""
+    """Iterate over blocks of queries (G, R * rows, H), each with its first position and the position after its last."""
     length = queries.shape[2]
     for start in range(0, length, CPU_BLOCK):
         end = min(start + CPU_BLOCK, length)
@@ -130,6 +130,6 @@ def _blocks(queries: Tensor) -> Iterator[tuple[Tensor, int, int]]:
 
 
 def _block(x: Tensor, num_kv_heads: int, start: int, end: int) -> Tensor:
-    """View (B, K, R, rows, H) of a block's rows in (S, B, N, H)."""
+    """View a block's positions of a tensor (S, B, N, H) as (B, K, R, rows, H)."""
     heads: Tensor = x[start:end].unflatten(2, (num_kv_heads, -1))
     return heads.permute(1, 2, 3, 0, 4)

@@ -1,4 +1,4 @@
-"""torch's kernels for the CPU: blocked attention for short sequences, and updates tile by tile."""
+"""CPU kernels: torch's own, blocked attention for short sequences, and optimizer updates by tiles."""
 
 from __future__ import annotations
 
@@ -18,23 +18,26 @@ from nxtrain.backends.torch_kernels import FusedKernels, SavingProduct, row_tile
 from nxtrain.common.kernels import ANY_ROWS, AdamStep, Grouping, RoundingKey, Rows
 
 TILE_ENTRIES = 1 << 19
-"""Entries of a tile: few enough to stay in the cache between operations, and enough to amortize a call."""
+"""Entries of a tile of an optimizer update: they fit the CPU cache, and amortize the calls of operations."""
 
 VECTOR_ENTRIES = 16
-"""Entries of a cache line, a multiple of every vector length of torch's fused update."""
+"""float32 entries of a cache line, a multiple of every SIMD width of torch's fused AdamW."""
 
 GROUP_ROWS = 32
-"""Multiple of the rows of an expert: oneDNN compiles each number of rows, at the price of several small products."""
+"""Multiple to which the rows of an expert are padded.
+
+oneDNN compiles a kernel for each number of rows, which costs as much as several small products.
+"""
 
 
 class CpuKernels(FusedKernels):
-    """torch's fused kernels, with blocked attention for short sequences and updates tile by tile."""
+    """torch's fused CPU kernels, with blocked attention for short sequences and optimizer updates by tiles."""
 
     host_may_look = True
     _blocks = Blocks(looks=True, score_type=torch.float32)
 
     def widens(self, dtype: torch.dtype) -> bool:
-        """True if this CPU multiplies float32 copies of matrices of a type faster than the matrices."""
+        """True if matrices of this type are multiplied faster on this CPU after a cast to float32."""
         return not has_products(dtype)
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:

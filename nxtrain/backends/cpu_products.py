@@ -1,8 +1,8 @@
-"""Matrix products of 16-bit types on a CPU: with the CPU's instructions for them, or in float32, block by block.
+"""Matrix products of 16-bit types on a CPU, by native instructions or by float32 copies of blocks.
 
-Without instructions, torch multiplies such types entry by entry, at a seventh of the speed of float32 (torch 2.9,
-AVX2).
-Products of bfloat16 entries are exact in float32. So both forms have float32 sums, and round a result once.
+On a CPU without native instructions, torch multiplies 16-bit matrices entry by entry, at a seventh of the speed of
+float32 (torch 2.9, AVX2). A product of two bfloat16 numbers is exact in float32. Both implementations sum in float32,
+and round a result once.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 BLOCK_ENTRIES = 1 << 19
-"""Most entries of a block of a float32 copy, 2 MiB, so that a product finds the copy in the cache."""
+"""Most entries of the float32 copy of a block: 2 MiB, which fit the CPU cache."""
 
 
 def has_products(dtype: torch.dtype) -> bool:
-    """True if this CPU multiplies matrices of a type at least as fast as their float32 copies."""
+    """True if this CPU multiplies matrices of this type at least as fast as float32 copies of them."""
     if dtype == torch.bfloat16:
         return _BF16
     return _FP16 if dtype == torch.float16 else True
 
 
-# Constants, since torch.compile cannot trace questions to the CPU.
+# Constants, since torch.compile cannot trace queries of CPU features.
 _IS_X86: Final = platform.machine().lower() in ("x86_64", "amd64")
 # On x86, oneDNN's products of bfloat16 with float32 sums run by AMX or avx512_bf16 alone.
 _BF16: Final = (
@@ -36,14 +36,14 @@ _FP16: Final = bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def wide_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b by float32 copies: (..., K), (K, N) to (..., N); eager products are made block by block."""
+    """Multiply a (..., K) by b (K, N) in float32; outside of torch.compile, by blocks that fit the cache."""
     dtype = torch.promote_types(a.dtype, torch.float32)
     if torch.compiler.is_compiling():
         return (a.to(dtype) @ b.to(dtype)).to(a.dtype)
     left = a.flatten(0, -2)
     m, k = left.shape
     n = b.shape[1]
-    # No view of a matrix: a sum over the ranks may overwrite the result, and autograd allows that of no view.
+    # Not a view: an all-reduce may overwrite the result in place, which autograd forbids for views.
     out = a.new_empty(*a.shape[:-1], n)
     flat = out.view(-1, n)
     # Blocks cut the longest dimension.
@@ -67,5 +67,5 @@ def wide_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _block_size(*others: int) -> int:
-    """Length of a block next to the other dimensions of the product."""
+    """Length of a block along the split dimension, given the product's other dimensions."""
     return max(1, BLOCK_ENTRIES // max(1, *others))

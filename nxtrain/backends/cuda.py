@@ -46,24 +46,24 @@ from nxtrain.common.vocab import VocabColumns
 Method = TypeVar("Method", bound=Callable[..., None])
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Types of `precision.params`."""
+"""torch type of each value of `precision.params`."""
 
 ALLOCATIONS = 100_000
-"""Newest allocations that a snapshot of the memory holds."""
+"""Most allocations in a snapshot of GPU memory, which keeps the newest."""
 
 TILE_ENTRIES = 1 << 26
-"""Entries updated by one call: enough for a GPU, and a bound on float32 copies in memory."""
+"""Entries that one optimizer kernel call updates: enough to fill a GPU, few enough to bound float32 copies."""
 
 GROUPING_GPUS = (9, 10)
-"""Major numbers of the GPUs for which torch has grouped products (torch 2.9 to 2.14)."""
+"""Major compute capabilities for which torch has grouped matrix products (torch 2.9 to 2.14)."""
 
 GROUP_ROWS = 8
-"""Entries of bfloat16 in 16 bytes, to whose multiples the addresses of grouped products are aligned."""
+"""bfloat16 entries in 16 bytes, the address alignment of grouped matrix products."""
 
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 WORKSPACES = (":4096:8", ":16:8")
-"""Variable of cuBLAS, and its values with which products repeat their bits; the first costs no time.
+"""Environment variable of cuBLAS, and its values with deterministic products; the first value costs no time.
 
 Source: https://docs.nvidia.com/cuda/cublas/#results-reproducibility.
 """
@@ -71,15 +71,15 @@ Source: https://docs.nvidia.com/cuda/cublas/#results-reproducibility.
 
 @contextmanager
 def deterministic(environ: Mapping[str, str]) -> Iterator[None]:
-    """Let torch take kernels that repeat their bits, and refuse operations that have none.
+    """Make torch use deterministic kernels, and raise an error for operations without one.
 
     Raises:
-        BackendError: cuBLAS would not repeat its bits, since it reads the environment of the process alone.
+        BackendError: The environment of this process leaves cuBLAS non-deterministic.
     """
     if environ.get(WORKSPACE) not in WORKSPACES:
         raise BackendError(
             f"backend.deterministic=true needs {WORKSPACE}={WORKSPACES[0]}, and the environment has "
-            f"{environ.get(WORKSPACE) or 'none'}; nxtrain launch and nxtrain train set it, unless a shell does"
+            f"{environ.get(WORKSPACE) or 'none'}; unset it in the shell, and nxtrain launch and nxtrain train set it"
         )
     switches: Any = torch.utils.deterministic
     fills = switches.fill_uninitialized_memory
@@ -93,7 +93,10 @@ def deterministic(environ: Mapping[str, str]) -> Iterator[None]:
 
 
 def group_options(axis: Axis) -> Any:
-    """Options of NCCL's group of an axis: collectives of tp, for which products wait, run before those of dp."""
+    """NCCL options for the process group of a mesh axis: a high priority stream for tp, defaults for others.
+
+    Matrix products wait for tensor parallel collectives, which therefore run before those of dp.
+    """
     if axis.name != "tp":
         return None
     options = torch.distributed.ProcessGroupNCCL.Options()
@@ -102,7 +105,7 @@ def group_options(axis: Axis) -> Any:
 
 
 def _plain_in_graphs(plain: Method, fused: Method) -> Method:
-    """Method that calls `plain` while torch compiles a graph, whose compiler fuses by itself, and else `fused`."""
+    """Return a method that calls `plain` inside torch.compile, whose compiler fuses kernels, and `fused` elsewhere."""
 
     def method(*args: Any) -> None:
         (plain if torch.compiler.is_compiling() else fused)(*args)
@@ -111,16 +114,17 @@ def _plain_in_graphs(plain: Method, fused: Method) -> Method:
 
 
 class CudaKernels(FusedKernels):
-    """torch's fused kernels; with `compile.torch_compile` the loss and the update are graphs as well.
+    """torch's fused GPU kernels; `compile.torch_compile` also compiles the loss and the optimizer update.
 
-    The compiler makes one kernel of the update of a parameter, with its rounding: each number is read and written once.
+    The compiler fuses the update of a parameter and its rounding into one kernel, which reads and writes each number
+    once.
 
     Attributes:
-        compiler: Backend of `torch.compile` for `fuse`; None: nothing is fused.
-        ranges: Flash kernel for documents, windows and ranks that share a row; None: `flex`, or blocks.
-        copies: Host copies of uploaded integers, for the flash kernel's offsets.
-        flex: FlexAttention for documents and windows; None: attention goes block by block.
-        causal: Attention of rows whose queries see all keys before them.
+        compiler: Backend of `torch.compile` for `fuse`; None if `fuse` compiles nothing.
+        ranges: Flash kernel for documents, windows and context parallel ranks; None to use `flex` or blocks.
+        copies: Host copies of uploaded integer tensors, for the offsets of flash kernel calls.
+        flex: FlexAttention for documents and windows; None to compute attention by blocks.
+        causal: Kernel of plain causal attention.
     """
 
     adds_products = True
@@ -144,8 +148,8 @@ class CudaKernels(FusedKernels):
     def cross_entropy(
         self, logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool, z_loss: float = 0.0
     ) -> tuple[Tensor, Tensor | None]:
-        # In a graph a mask costs no memory, and the compiler has no kernel that both scatters and multiplies. The
-        # tokens of a teacher would be as many masks.
+        # In a graph a mask costs no memory, and the compiler cannot fuse a scatter into a product. The top-k tokens of
+        # a teacher would need one mask each.
         by_mask = torch.compiler.is_compiling() and targets.dim() == 1
         entropy = masked_cross_entropy if by_mask else cross_entropy
         return entropy(logits, targets, columns, needs_grad=needs_grad, z_loss=z_loss)
@@ -156,7 +160,7 @@ class CudaKernels(FusedKernels):
 
     def square_sums(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         norms: dict[int, Tensor] = {}
-        for dtype in {tensor.dtype for tensor in tensors}:  # a list of one type is the work of few kernels
+        for dtype in {tensor.dtype for tensor in tensors}:  # few kernels process a list of one type
             indices = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
             of_type = torch._foreach_norm([tensors[index] for index in indices], dtype=torch.float32)
             norms.update(zip(indices, torch.stack(of_type).square().unbind(), strict=True))
@@ -203,7 +207,7 @@ class CudaKernels(FusedKernels):
         out.copy_(torch._grouped_mm(left.t(), right, offs=groups.ends))
 
     def _multiplies_groups(self) -> bool:
-        """True if torch multiplies groups in one kernel on this GPU; elsewhere torch reads the ends on the host."""
+        """True if torch runs grouped products as one kernel on this GPU, without a copy of group ends to the host."""
         return torch.cuda.get_device_capability()[0] in GROUPING_GPUS
 
     def document_attention(
@@ -241,10 +245,10 @@ class CudaKernels(FusedKernels):
 
 
 class CudaDiagnostics(C10dDiagnostics):
-    """Measurements of one GPU.
+    """Memory, peak speed, events and collectives of one GPU.
 
     Args:
-        device: The GPU.
+        device: CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -288,11 +292,11 @@ class CudaDiagnostics(C10dDiagnostics):
 
 
 class CudaBackend(AcceleratorBackend):
-    """One GPU per rank, chosen by the local rank."""
+    """Backend with one GPU per rank; the local rank is the index of the GPU."""
 
     name = "cuda"
     compiler = "inductor"
-    # NCCL's clock starts when the host queues a collective, up to some steps before the host itself waits.
+    # NCCL's clock starts when the host enqueues a collective, several steps before the host itself may wait.
     _group_patience_s = 120.0
     kernels: CudaKernels
     _is_deterministic = False
@@ -337,7 +341,7 @@ class CudaBackend(AcceleratorBackend):
         self.attention = choose_mixed(choose, shape) if shape.is_mixed else choose(shape)
 
     def _choose(self, wanted: str, shape: AttentionShape) -> AttentionChoice | None:
-        """Choose attention for layers that are all alike, by trials on this device."""
+        """Choose the attention kernel for layers of one kind, by trials on this GPU."""
         choice = choose_torch(self.name, wanted, shape)
         assert choice is not None, "a GPU announces its kernel"
         if choice.kind == "flex":
@@ -352,7 +356,7 @@ class CudaBackend(AcceleratorBackend):
         return choice
 
     def _try_ranges(self, wanted: str, choice: AttentionChoice, shape: AttentionShape) -> AttentionChoice:
-        """Choose FlashAttention for key ranges if a trial here succeeds; else FlexAttention or blocked attention."""
+        """Choose FlashAttention for masked attention if a trial on this GPU succeeds; else FlexAttention or blocks."""
         ranges = FlashRanges(TorchFlash(), self.kernels.copies)
         why = flash_ranges.failure(ranges, self.device, DTYPES[shape.params], shape.head_size)
         if not why:
@@ -367,7 +371,7 @@ class CudaBackend(AcceleratorBackend):
     def _try_flex(
         self, wanted: str, choice: AttentionChoice, shape: AttentionShape, reasons: Sequence[str]
     ) -> AttentionChoice:
-        """Choose FlexAttention if a trial on this device succeeds; else blocked attention, with these reasons added."""
+        """Choose FlexAttention if a trial on this GPU succeeds; else blocked attention, with `reasons` in the note."""
         attend = flex_attention.compiled()
         why = flex_attention.failure(attend, self.device, DTYPES[shape.params], shape.head_size)
         if why:
@@ -381,7 +385,7 @@ class CudaBackend(AcceleratorBackend):
         return choice
 
     def _pin(self, choice: AttentionChoice, shape: AttentionShape) -> AttentionChoice:
-        """Pin the kernel that was asked for, or the first whose trial is right."""
+        """Restrict torch to the configured attention kernel, or to the first kernel whose trial here succeeds."""
         tried: list[str] = []
         kinds: tuple[AttentionKind, ...] = (choice.kind,)
         if choice.kind == "fused":
@@ -422,7 +426,7 @@ class CudaBackend(AcceleratorBackend):
 
     def notes(self) -> tuple[str, ...]:
         if self._is_deterministic:
-            return (*super().notes(), "backend.deterministic=true: kernels that repeat their bits, at a cost in time")
+            return (*super().notes(), "backend.deterministic=true: deterministic kernels, at a cost in time")
         return super().notes()
 
     def compile_kernels(self) -> None:
@@ -432,7 +436,7 @@ class CudaBackend(AcceleratorBackend):
         runtime, address = torch.cuda.cudart(), memory.data_ptr()
         if int(runtime.cudaHostRegister(address, memory.nbytes, 0)) != 0:  # a limit on locked memory, for instance
             with suppress(RuntimeError):
-                torch.zeros(1, device=self.device)  # takes the error that the next kernel would raise
+                torch.zeros(1, device=self.device)  # clears the error that the next kernel would raise
             return None
         return partial(runtime.cudaHostUnregister, address)
 

@@ -1,4 +1,4 @@
-"""Measurements of a device, and recordings of its work; independent of any device."""
+"""Interface for a device's memory, speed, timing events and recorded collectives; independent of any device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class DeviceEvent(Protocol):
-    """Event in the queue of a device, with the interface of torch's events."""
+    """Timing event in the queue of a device, with the interface of `torch.cuda.Event`."""
 
     def query(self) -> bool:
         """True if the device has reached the event."""
@@ -22,18 +22,18 @@ class DeviceEvent(Protocol):
         ...
 
     def elapsed_time(self, end_event: DeviceEvent) -> float:
-        """Milliseconds from this event to a later one, both reached."""
+        """Milliseconds from this event to a later event; the device has reached both."""
         ...
 
 
 class Diagnostics:
-    """Measurements and recordings of a device; this base class is for a device without any."""
+    """Measurements and recordings of a device; this base class is for devices that measure nothing."""
 
     def peak_flops(self, params: str = "bf16") -> float | None:
-        """Dense operations per second of one device, by its maker's figures; None if unknown.
+        """Peak dense FLOP/s of one device according to its vendor; None if unknown.
 
         Args:
-            params: `precision.params`; a device with one rate for all types ignores this.
+            params: Value of `precision.params`; a device with one rate for all types ignores it.
         """
         return None
 
@@ -42,33 +42,37 @@ class Diagnostics:
         return 0
 
     def bf16_warning(self) -> str:
-        """Warning for a run whose products are in bf16, on a device without them; empty if the device has them."""
+        """Warning about bf16 on a device without bf16 matrix products; empty if the device has them."""
         return ""
 
     def num_compiled(self) -> int:
-        """Number of graphs that this process has compiled so far; 0 on eager devices. The call costs nothing."""
+        """Number of graphs that this process has compiled so far; 0 on eager devices. The call is cheap."""
         return 0
 
     def fallbacks(self) -> tuple[str, ...]:
-        """Operations that ran on the host since `forget_fallbacks`, because the device lacks them."""
+        """Names of operations that ran on the host since `forget_fallbacks`, since the device lacks a kernel."""
         return ()
 
     def forget_fallbacks(self) -> None:
-        """Clear the list of `fallbacks`."""
+        """Clear the list that `fallbacks` returns."""
 
     def waited_s(self) -> float:
         """Seconds that this rank's host has waited for other ranks so far; 0 if unknown."""
         return 0.0
 
     def event(self) -> DeviceEvent | None:
-        """Put an event with a time into the device's queue; None: the device has no such events."""
+        """Record a timing event in the device's queue; return None if the device has no timing events."""
         return None
 
     def on_wait(self, note: Callable[[bool], None]) -> None:
-        """Call a function with True when the queue begins to wait for other ranks, and with False when it goes on."""
+        """Register a callback for waits of the device queue for other ranks.
+
+        Args:
+            note: Function called with True when a wait starts, and with False when the wait ends.
+        """
 
     def profiler_options(self, profiles: Path) -> tuple[dict[str, Any], str]:
-        """Arguments with which torch's profiler records this device too, and a message about the device's part.
+        """Arguments with which torch's profiler also records this device, and a log message about the recording.
 
         Args:
             profiles: Folder of the run's profiles.
@@ -76,19 +80,19 @@ class Diagnostics:
         return {}, ""
 
     def finish_profiled(self) -> None:
-        """Wait until the device has done the work that is profiled; does nothing where torch's profiler waits."""
+        """Wait until the device completes the profiled steps; does nothing where torch's profiler itself waits."""
 
     def queued(self) -> Mapping[str, Queued]:
-        """Newest collectives of this rank by communicator; none on devices without a recording."""
+        """Newest collective of this rank per communicator; empty on devices that record no collectives."""
         return {}
 
     def recording(self) -> bytes:
-        """Recording of the newest collectives in torch's format; empty on devices without one."""
+        """Recording of the newest collectives in torch's flight recorder format; empty on devices without one."""
         return b""
 
     def watch_memory(self) -> None:
-        """Record each allocation of the device with its stack from now on, for `dump_memory`."""
+        """Start to record each allocation of device memory with its stack, for `dump_memory`."""
 
     def dump_memory(self, file: Path) -> bool:
-        """Write a snapshot of the device's memory; False: the device has none."""
+        """Write a snapshot of the recorded allocations to a file; return False if the device cannot record them."""
         return False

@@ -1,4 +1,4 @@
-"""Choice of the products of experts by the shape of a rank's experts. Importable without torch."""
+"""Shape of a rank's mixture-of-experts layer, and the choice of its kernels. Importable without torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nxtrain.config.schema import RunConfig
 
 
 class ExpertChoice(NamedTuple):
-    """Products of experts, and the reason for them."""
+    """Kernels of the experts' matrix products, and the reason for the choice."""
 
     kind: Literal["blockwise", "plain"]
     reason: str
@@ -21,15 +21,15 @@ class ExpertChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Shape of the experts that a rank computes in each block.
+    """Shape of the experts that a rank computes in each transformer block.
 
     Args:
-        num_tokens: Tokens whose experts a rank may compute in a micro-batch, over all ranks that divide the experts.
+        num_tokens: Tokens of a micro-batch over all expert parallel ranks, the most that may reach a rank's experts.
         hidden_size: Width of the model.
         width: Intermediate size of an expert on this rank.
-        params: `fp32` or `bf16`, type of the matrices.
+        params: `fp32` or `bf16`, the type of the weights.
         dropless: Experts compute every token that is routed to them.
-        is_plain: Experts are gated matrices alone: without biases, clamped units and adapters.
+        is_plain: Experts are gated matrices without biases, clamped activations and adapters.
     """
 
     num_tokens: int
@@ -41,7 +41,7 @@ class ExpertShape:
 
     @staticmethod
     def of(config: RunConfig, dimensions: Dimensions) -> ExpertShape | None:
-        """Shape of a run's experts; None for a model without experts."""
+        """Return the shape of a run's experts; None for a model without experts."""
         mixture, parallel = dimensions.mixture, config.parallel
         if mixture is None:
             return None

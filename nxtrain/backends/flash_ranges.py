@@ -1,9 +1,10 @@
-"""Attention to ranges of keys by flash kernels: one call per run of queries and keys, and no mask.
+"""Masked attention by flash kernels without a mask: one kernel call per tile of queries and keys.
 
-The host divides queries and keys into tiles, whose first positions it knows. Rows of one document are given to the
-kernel as they lie, for all sequences at once. Of packed documents the rows are gathered, and one call takes the tiles
-of all documents by their offsets. The backward pass calls the kernel's own, with the log-sums of all keys, so that the
-weights are those of the whole attention: Liu et al. 2023 (arXiv:2310.01889).
+Masks are those of documents, sliding windows and context parallel ranks. The host divides queries and keys into tiles.
+If each sequence is one document, one call computes a tile of all sequences. If documents are packed, their rows are
+gathered, and one variable-length call computes the tiles of all documents. The backward pass calls the kernel's
+backward with the log-sums over all keys, so each tile uses the softmax of the whole attention: Liu et al. 2023
+(arXiv:2310.01889).
 
 Shapes: Q queries, K keys, B batch, N query heads, M key/value heads, H head dimension, T rows of a call.
 """
@@ -29,13 +30,13 @@ RowIndices = slice | Tensor | None
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a flash kernel.
+    """Arguments of one flash kernel call.
 
     Args:
-        queries, keys: Positions of every sequence; or with offsets places in the rows of all sequences, (T,) int64,
-            None: all places in order.
-        mask: Settings of the kernel.
-        offsets: (tiles + 1,) int32 twice, first query and first key of each tile; None: one tile for each sequence.
+        queries, keys: Without offsets, the slice of positions in every sequence. With offsets, the (T,) int64 row
+            indices in the flattened batch of sequences; None for all rows in order.
+        mask: Mask of the call.
+        offsets: (tiles + 1,) int32 twice: first query and first key of each tile. None for one tile per sequence.
         longest: Most queries and most keys of a tile.
     """
 
@@ -47,25 +48,25 @@ class Call:
 
 
 class FlashKernel(ABC):
-    """Interface of a flash kernel: (B, T, N, H) queries, (B, T, M, H) keys; with offsets (T, N, H) and (T, M, H).
+    """Interface of a flash attention kernel, forward and backward.
 
-    The diagonal ends in the last query and the last key of a tile. `log_sums` are (B, N, T) float32; with offsets
-    (N, T).
+    Queries are (B, T, N, H) and keys (B, T, M, H); with offsets (T, N, H) and (T, M, H). The diagonal of a causal mask
+    ends in the last query and the last key of a tile. `log_sums` are (B, N, T) float32; with offsets (N, T).
     """
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """Output, and logarithms of the softmax's denominators."""
+        """Return the attention output, and the logarithms of the softmax denominators."""
 
     @abstractmethod
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, call: Call
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values; `log_sums` may include further keys that other calls compute."""
+        """Return the gradients of queries, keys and values; `log_sums` may include the keys of other calls."""
 
 
 class TorchFlash(FlashKernel):
-    """FlashAttention of torch on GPUs, or a newer release that was activated in place of torch's.
+    """torch's FlashAttention on GPUs, or a newer release of FlashAttention that replaces it.
 
     Gradients are deterministic with `torch.use_deterministic_algorithms`.
 
@@ -92,7 +93,7 @@ class TorchFlash(FlashKernel):
 
 
 def _settings(call: Call) -> tuple[tuple[Tensor | None, Tensor | None, int, int], dict[str, int]]:
-    """Offsets and lengths of a call in torch's order, and the sides of its window, of which -1 has no limit."""
+    """Return the offsets and lengths of a call in torch's order, and its window sizes; -1 means no limit."""
     queries, keys = call.offsets or (None, None)
     sides = {}
     if call.mask.window is not None:
@@ -102,11 +103,11 @@ def _settings(call: Call) -> tuple[tuple[Tensor | None, Tensor | None, int, int]
 
 @dataclass(frozen=True)
 class FlashRanges:
-    """`Kernels.attend` and `Kernels.attend_backward` by a flash kernel.
+    """Attention to key ranges by a flash kernel, for `Kernels.attend` and `Kernels.attend_backward`.
 
     Args:
-        kernel: The kernel.
-        copies: Host copies of uploaded tensors, in which first positions of documents are looked up.
+        kernel: Flash kernel.
+        copies: Host copies of uploaded tensors, from which first positions of documents are read.
     """
 
     kernel: FlashKernel
@@ -114,7 +115,7 @@ class FlashRanges:
     _calls: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     def calls(self, ranges: KeyRanges) -> Sequence[Call]:
-        """Calls of the kernel for some ranges; those for documents are cached by uploaded tensor and positions."""
+        """Return the flash kernel calls for key ranges; calls for packed documents are cached per uploaded tensor."""
         assert ranges.known is not None, "flash kernels need positions on the host"
         if ranges.starts is None:
             return [_whole(tile) for tile in undivided_tiles(*ranges.known, ranges.window)]
@@ -128,7 +129,7 @@ class FlashRanges:
         return of_upload[key]  # type: ignore[no-any-return]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
-        """`Kernels.attend`."""
+        """Compute `Kernels.attend` with the flash kernel."""
         queries, keys, values = (x.transpose(0, 1) for x in (q, k, v))
         outs, sums = _Rows(q.transpose(0, 1), 0.0), _Rows(q.transpose(0, 1)[..., 0], float("-inf"))
         for call in self.calls(ranges):
@@ -141,7 +142,7 @@ class FlashRanges:
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, ranges: KeyRanges
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`Kernels.attend_backward`."""
+        """Compute `Kernels.attend_backward` with the flash kernel."""
         of_queries = [x.transpose(0, 1) for x in (grad, q, out)]
         of_keys = [x.transpose(0, 1) for x in (k, v)]
         sums = log_sums.transpose(1, 2)
@@ -159,10 +160,10 @@ class FlashRanges:
 
 
 class _Rows:
-    """Tensor of all sequences, (B, S, ...), assembled from results of calls; a result with all rows is not copied.
+    """Result tensor (B, S, ...), assembled from the rows of several kernel calls; one call with all rows is not copied.
 
     Args:
-        like: Tensor of the shape of the rows.
+        like: Tensor with the shape of the result.
         fill: Value of rows that no call computes.
     """
 
@@ -171,7 +172,7 @@ class _Rows:
         self._total: Tensor | None = None
 
     def put(self, indices: RowIndices, part: Tensor) -> None:
-        """Store the rows of a call, which no other call computes."""
+        """Store result rows of a call; no other call computes the same rows."""
         if self._total is None:
             if indices is None:
                 self._total = part.unflatten(0, self._like.shape[:2])
@@ -186,7 +187,7 @@ class _Rows:
             self.total(part.dtype).flatten(0, 1).index_copy_(0, indices, part)
 
     def add(self, indices: RowIndices, part: Tensor) -> None:
-        """Add the rows of a call to the sum of the calls before, in float32 from the second call on."""
+        """Add rows of a call to the sum over the earlier calls, in float32 from the second call on."""
         if self._total is None:
             self.put(indices, part)
             return
@@ -195,18 +196,18 @@ class _Rows:
             self._total[:, indices] += part
         elif indices is None:
             self._total.flatten(0, 1).add_(part)
-        else:  # no row comes twice in a call, so that the sum has one order
+        else:  # no row occurs twice in a call, so the sum has one order
             self._total.flatten(0, 1).index_add_(0, indices, part.float())
 
     def total(self, dtype: torch.dtype) -> Tensor:
-        """Tensor with the rows so far; before the first call, a new one of the type `dtype`."""
+        """Return the result with the rows so far; before the first call, a new tensor of type `dtype`."""
         if self._total is None:
             self._total = torch.full(self._like.shape, self._fill, dtype=dtype, device=self._like.device)
         return self._total
 
 
 def _taken(x: Tensor, indices: RowIndices) -> Tensor:
-    """Select the rows of a call: (B, S, ...) to (B, T, ...), or to (T, ...) with offsets."""
+    """Select the input rows of a call from (B, S, ...): (B, T, ...), or (T, ...) with offsets."""
     if isinstance(indices, slice):
         return x[:, indices]
     rows = x.flatten(0, 1)
@@ -214,13 +215,13 @@ def _taken(x: Tensor, indices: RowIndices) -> Tensor:
 
 
 def _whole(tile: Tile) -> Call:
-    """Call for the same tile of every sequence."""
+    """Return the call that computes the same tile of every sequence."""
     longest = tile.end - tile.start, tile.high - tile.low
     return Call(slice(tile.start, tile.end), slice(tile.low, tile.high), MaskKind(*tile[4:]), None, longest)
 
 
 def _packed(starts: np.ndarray, queries: Pieces, keys: Pieces, window: int | None, device: torch.device) -> list[Call]:
-    """Calls for sequences of packed documents.
+    """Return the flash kernel calls for sequences of packed documents.
 
     Args:
         starts: (B, Q) first position of each query's document.
@@ -234,7 +235,7 @@ def _packed(starts: np.ndarray, queries: Pieces, keys: Pieces, window: int | Non
             (len(last), [(row, tile.start, tile.end) for row, tile in members]),
             (len(positions), [(row, tile.low, tile.high) for row, tile in members]),
         ):
-            # Among the positions of all rows; None: all in order.
+            # Row indices in the flattened batch; None for all rows in order.
             places = np.concatenate([np.arange(row * length + start, row * length + end) for row, start, end in spans])
             are_all = np.array_equal(places, np.arange(length * len(starts)))
             indices = None if are_all else _uploaded(places, device)
@@ -247,7 +248,7 @@ def _packed(starts: np.ndarray, queries: Pieces, keys: Pieces, window: int | Non
 
 
 def _uploaded(array: np.ndarray, device: torch.device) -> Tensor:
-    """Copy an array to a device; on CUDA the host does not wait."""
+    """Copy a numpy array to a device; on CUDA the copy is asynchronous."""
     host = torch.from_numpy(array)
     if device.type != "cuda":
         return host.to(device)
@@ -255,9 +256,12 @@ def _uploaded(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def failure(ranges: FlashRanges, device: torch.device, dtype: torch.dtype, head_size: int) -> str:
-    """Try documents, a window, and pieces of a row on a device; return the reason why the kernel fails, or nothing.
+    """Test a flash kernel on a device with documents, a window and a sequence cut into pieces.
 
-    The outputs and gradients are compared with those of blocks in float32.
+    Outputs and gradients are compared with those of blocked attention in float32.
+
+    Returns:
+        Reason why the kernel fails; empty if it is correct.
     """
     generator, length = torch.Generator().manual_seed(0), TRIAL_TOKENS
     shapes = [(length, 1, 4, head_size), *[(2 * length, 1, 2, head_size)] * 2]
@@ -272,11 +276,11 @@ def failure(ranges: FlashRanges, device: torch.device, dtype: torch.dtype, head_
 
 
 def trial(kernels: AttentionToRanges, tries: Sequence[tuple[Sequence[Tensor], KeyRanges]]) -> str:
-    """Compare attentions with those of blocks in float32; return the reason why the kernels fail, or nothing.
+    """Compare attention kernels with blocked attention in float32; return the reason why they fail, or nothing.
 
     Args:
         kernels: Kernels to try.
-        tries: Queries, keys and values of each attention, and its ranges.
+        tries: Queries, keys and values of each trial, and its key ranges.
     """
     try:
         errors = []
@@ -291,7 +295,7 @@ def trial(kernels: AttentionToRanges, tries: Sequence[tuple[Sequence[Tensor], Ke
 
 
 def _passes(qkv: Sequence[Tensor], ranges: KeyRanges, kernels: AttentionToRanges) -> list[Tensor]:
-    """Output and gradients of an attention to ranges."""
+    """Compute the output and the gradients of attention to key ranges."""
     q, k, v = qkv
     out, log_sums = kernels.attend(q, k, v, ranges)
     return [out, *kernels.attend_backward(q, q, k, v, out.to(q.dtype), log_sums, ranges)]

@@ -1,8 +1,8 @@
-"""Attention to ranges of keys by torch's FlexAttention, whose block mask is built on the device, without a host read.
+"""Attention to documents and windows by torch's FlexAttention, with a block mask that the device builds.
 
-A block of queries meets two kinds of blocks of keys. In full ones every query sees every key, so that no mask is
-applied. In the others a mask compares positions. Further blocks are left out. The keys of a query are adjacent, and so
-are the blocks of each kind, so that their numbers follow from the first key of each query.
+The block mask needs no device-to-host copy. For a block of queries, a block of keys is full, partial or skipped. In a
+full block every query attends to every key, and no mask is applied. In a partial block a mask compares positions. The
+visible keys of a query are adjacent, so the blocks of each kind follow from the first visible key of each query.
 
 Shapes: S sequence, B batch, N query heads, K key/value heads, H head dimension, Q blocks of a row.
 
@@ -21,18 +21,18 @@ from torch import Tensor
 from nxtrain.backends.sdpa_kernels import first_line
 
 BLOCK = 128
-"""Queries and keys of a block, the default of FlexAttention."""
+"""Number of queries, and of keys, in a block; the default of FlexAttention."""
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def flex_attention(q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> Tensor:
-    """Causal attention of whole rows to the keys from a first one on.
+    """Causal attention in which each query also has a first visible key.
 
     Args:
         q: (S, B, N, H).
         k, v: (S, B, K, H).
-        first: (B, S) int64, first position that each query sees, at most the query's own; ascending.
+        first: (B, S) int64, first visible position of each query, at most the query's own; ascending.
 
     Returns:
         (S, B, N, H).
@@ -46,7 +46,7 @@ def flex_attention(q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> Tensor:
 
 
 def block_mask(first: Tensor) -> Any:
-    """`BlockMask` of FlexAttention for queries that see the keys from a first one to their own.
+    """Build FlexAttention's `BlockMask` for queries that attend to the keys from `first` to their own position.
 
     Args:
         first: As for `flex_attention`.
@@ -59,7 +59,7 @@ def block_mask(first: Tensor) -> Any:
     length = first.shape[1]
     num_blocks = -(-length // BLOCK)
     numbers = torch.arange(num_blocks, device=first.device)
-    # Rows are ascending: the first query of a block sees the most keys, and the last one the fewest.
+    # `first` is ascending: the first query of a block has the lowest first key, and the last query the highest.
     lowest = first[:, ::BLOCK] // BLOCK
     ends = F.pad(first, (0, num_blocks * BLOCK - length), mode="replicate")[:, BLOCK - 1 :: BLOCK]
     first_full = torch.minimum((ends + BLOCK - 1) // BLOCK, numbers)
@@ -76,13 +76,13 @@ def block_mask(first: Tensor) -> Any:
 
 
 def compiled() -> Attend:
-    """`flex_attention` as one kernel forward and few backward, compiled for each shape when it is first used."""
+    """Compile `flex_attention` with torch.compile, for each shape on first use."""
     # Static shapes: a run has one or two, and none grows from step to step.
     return torch.compile(flex_attention, dynamic=False)
 
 
 def failure(attend: Attend, device: torch.device, dtype: torch.dtype, head_size: int) -> str:
-    """Try a forward and a backward pass on a device; return the reason why FlexAttention fails, or nothing."""
+    """Try FlexAttention forward and backward on a device; return the reason for a failure, or an empty string."""
     try:
         q = torch.zeros(2 * BLOCK, 1, 2, head_size, device=device, dtype=dtype, requires_grad=True)
         kv = torch.zeros(2 * BLOCK, 1, 1, head_size, device=device, dtype=dtype, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Products in float8 on a GPU: compute capabilities, a trial, and the order in which cuBLAS reads scales of blocks.
+"""Float8 matrix products on a GPU: a trial on the device, and cuBLAS's layout of block scales.
 
 Source: `_scaled_mm` in https://github.com/pytorch/pytorch, aten/src/ATen/native/cuda of torch 2.9;
 https://docs.nvidia.com/cuda/cublas/#d-block-scaling-factors-layout.
@@ -14,19 +14,19 @@ from nxtrain.backends.capability import FLOAT8, version
 from nxtrain.common.kernels import Float8Matrix, Kernels
 
 TRIAL_SIZES = (48, 64, 128)
-"""Rows of both matrices of a trial, and the entries that are multiplied."""
+"""Rows of the left and of the right matrix of the trial product, and the size of its inner dimension."""
 
 TRIAL_ERROR = 0.02
-"""Largest relative error of a trial, whose result is rounded to bfloat16."""
+"""Largest relative error of the trial product, whose result is rounded to bfloat16."""
 
 
 def failure(recipe: str, kernels: Kernels, plain: Kernels, device: torch.device, dtype: torch.dtype) -> str:
-    """Try one product of a recipe on a GPU; return the reason why the recipe fails, or nothing.
+    """Try a float8 matrix product on a GPU; return the reason why the recipe fails, or an empty string.
 
     Args:
         recipe: Value of `precision.fp8`.
-        kernels, plain: Kernels of the GPU, and those that emulate products.
-        dtype: Type of the product.
+        kernels, plain: Kernels of the GPU, and kernels that emulate float8 products.
+        dtype: Type of the result.
     """
     capability = torch.cuda.get_device_capability(device)
     if capability < FLOAT8[recipe]:
@@ -54,9 +54,10 @@ def _drawn(recipe: str, generator: torch.Generator, rows: int, columns: int, dev
 
 
 def tiled_exponents(scales: Tensor) -> Tensor:
-    """Exponents of powers of two in the order of cuBLAS: (M, C) float32 to (M * C,) float8_e8m0fnu, with padding.
+    """Convert power-of-two block scales (M, C) float32 to cuBLAS's layout: (M * C,) float8_e8m0fnu, padded.
 
-    Tiles of 128 rows and 4 columns are side by side. In a tile, 16 bytes belong to rows r, r + 32, r + 64 and r + 96.
+    The layout stores tiles of 128 rows and 4 columns in sequence. In a tile, 16 adjacent bytes belong to rows r,
+    r + 32, r + 64 and r + 96.
     """
     exponents = (scales.view(torch.int32) >> 23).to(torch.uint8)
     rows, columns = exponents.shape

@@ -1,7 +1,7 @@
 """Newest collectives of each NCCL communicator, from torch's flight recorder.
 
-The host queues collectives and goes on, so that at a hang the host of every rank waits in the same place. The recorder
-knows which collectives each rank has queued, and which its device has done.
+The host enqueues collectives and continues, so in a hang the hosts of all ranks wait at the same line of code. The
+recorder knows the collectives that each rank has enqueued, and the ones that its device has completed.
 
 Source: torch 2.9, torch/csrc/distributed/c10d/FlightRecorder.hpp.
 """
@@ -16,7 +16,7 @@ from nxtrain.common.distributed.heartbeats import Queued
 
 
 def recorded() -> bytes:
-    """Pickled recording of torch; empty if this torch has none. `nxtrain.launch.gpu` switches the recorder on."""
+    """Pickled recording of torch's flight recorder, which `nxtrain.launch.gpu` enables; empty if torch has none."""
     from torch._C import _distributed_c10d
 
     dump = getattr(_distributed_c10d, "_dump_nccl_trace", None)
@@ -26,10 +26,10 @@ def recorded() -> bytes:
 
 
 def newest(recording: bytes) -> dict[str, Queued]:
-    """Newest collective and newest transfer of each communicator, by the communicator's name.
+    """Return the newest collective and the newest transfer of each communicator, by the communicator's name.
 
     Args:
-        recording: As `recorded` returns it, of this process: pickles of others may run code.
+        recording: Result of `recorded` in this process; pickles of other origin may execute code.
     """
     entries: Iterable[Mapping[str, Any]] = pickle.loads(recording).get("entries", ()) if recording else ()
     queues: dict[str, Queued] = {}

@@ -1,8 +1,8 @@
-"""Matrices in NF4 with double quantization, as bitsandbytes quantizes them, whole or in the parts that ranks hold.
+"""NF4 quantization with double quantization, as in bitsandbytes, of whole matrices or of a rank's shards.
 
-A block is 64 adjacent weights, counted row by row, with codes of 4 bits. Its scale has 8 bits, and a group of 256
-scales has one factor. The mean of a matrix's scales is taken off before. A matrix is quantized whole and cut
-afterwards, so that no value depends on the layout.
+A block is 64 adjacent weights in row order, with 4-bit codes and one scale. Double quantization subtracts the mean of a
+matrix's scales, and stores each scale in 8 bits, with one float32 factor per group of 256 scales. A matrix is quantized
+whole and sharded afterwards, so no value depends on the layout.
 
 Shapes: N blocks, G groups.
 
@@ -26,17 +26,17 @@ from nxtrain.common.errors import BackendError
 from nxtrain.config.finetune import BLOCK
 
 _CODES = BLOCK // 2
-"""Bytes of a block's codes."""
+"""Bytes of the 4-bit codes of one block."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Blocks of one matrix that a rank holds: all of the matrix, or adjacent rows or columns.
+    """Shard of one NF4 matrix on a rank: the whole matrix, or adjacent rows or columns.
 
     Args:
         shape: Rows and columns of the matrix.
-        dim: Dimension along which the matrix is cut.
-        start, length: First row or column that the rank holds, and their number.
+        dim: Dimension along which the matrix is sharded.
+        start, length: First row or column of the rank, and number of rows or columns.
     """
 
     shape: tuple[int, int]
@@ -46,16 +46,16 @@ class Part:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks that the rank holds."""
+        """Number of NF4 blocks of the rank."""
         return self.shape[1 - self.dim] * self.length // BLOCK
 
     @property
     def num_groups(self) -> int:
-        """Number of groups of the whole matrix."""
+        """Number of groups of scales in the whole matrix."""
         return -(-self.shape[0] * self.shape[1] // (BLOCK * NF4_GROUP))
 
     def blocks(self, device: torch.device) -> Tensor:
-        """Indices in the whole matrix of the blocks that the rank holds: (N,)."""
+        """Indices of the rank's NF4 blocks among the blocks of the whole matrix: (N,)."""
         rows, columns = self.shape
         if self.dim == 0 or self.length == columns:
             first = self.start * columns // BLOCK if self.dim == 0 else 0
@@ -66,12 +66,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Packing:
-    """Form of a rank's matrix in memory: one tensor of codes, scales, factors of groups and means, in this order.
+    """Memory layout of a rank's NF4 matrix: one tensor of codes, scales, group factors and means, in this order.
 
-    The tensor's type is that of the restored matrix, so that what moves parameters moves quantized ones as well.
+    The packed tensor has the type of the restored matrix, so code that moves parameters also moves quantized
+    parameters.
 
     Args:
-        parts: Parts of whole matrices, stacked by rows.
+        parts: Shards of whole matrices, stacked by rows.
         shape: Rows and columns of the stack.
         dtype: Type of the restored matrix.
     """
@@ -82,17 +83,17 @@ class Packing:
 
     @property
     def packed_shape(self) -> tuple[int, int]:
-        """Shape of the packed tensor."""
+        """Shape of the packed NF4 tensor."""
         return self._offsets[-1] // self.dtype.itemsize, 1
 
     @property
     def _offsets(self) -> tuple[int, int, int]:
-        """Bytes before the scales, before the factors, and of all."""
+        """Byte offsets in the packed tensor: of the scales, of the factors, and of the end."""
         blocks, groups = sum(p.num_blocks for p in self.parts), sum(p.num_groups for p in self.parts)
         return nf4_offsets(BLOCK, blocks, groups, len(self.parts))
 
     def pack(self, wholes: Sequence[Tensor]) -> Tensor:
-        """Quantize whole matrices, one per part, and pack this rank's parts of them; host tensors."""
+        """Quantize whole matrices on the host, one per part, and pack this rank's shards of them."""
         codes, scales, factors, means = zip(*(_quantized(whole.to(self.dtype)) for whole in wholes), strict=True)
         own = [part.blocks(whole.device) for part, whole in zip(self.parts, wholes, strict=True)]
         numbers = torch.cat([*factors, *means]).view(torch.uint8)
@@ -101,7 +102,7 @@ class Packing:
         return torch.cat([F.pad(kept, (0, padding)), numbers]).view(self.dtype).view(self.packed_shape)
 
     def restore(self, packed: Tensor) -> Tensor:
-        """Matrix of this rank, of type `dtype`, from its packed form."""
+        """Dequantize this rank's packed matrix to type `dtype`."""
         data = packed.detach().view(-1).view(torch.uint8)
         codes_end, scales_end, _ = self._offsets
         codes, numbers = data[:codes_end], data[scales_end:].view(torch.float32)
@@ -121,13 +122,13 @@ class Packing:
 
 
 def whole_packing(shape: tuple[int, ...], dtype: torch.dtype) -> Packing:
-    """Form of a matrix that one rank holds."""
+    """Return the packing of an unsharded matrix."""
     rows, columns = shape
     return Packing((Part((rows, columns), 0, 0, rows),), (rows, columns), dtype)
 
 
 def _quantized(whole: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes (N, 32) and scales (N,) in bytes, factors (G,) and the mean of the scales (1,) in float32."""
+    """Quantize a matrix to NF4: codes (N, 32) and scales (N,) uint8, factors (G,) and mean (1,) float32."""
     codes, state = _library().quantize_4bit(
         whole.contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
     )
@@ -136,20 +137,20 @@ def _quantized(whole: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @cache
 def _groups(part: Part, device: torch.device) -> Tensor:
-    """Groups of the blocks held: (N,) int32, which equal matrices of all layers share."""
+    """Group index of each of a shard's blocks, (N,) int32; cached, since layers have equal shards."""
     return (part.blocks(device) // NF4_GROUP).int()
 
 
 @cache
 def _table(device: torch.device) -> Tensor:
-    """Values of scales in bytes: (256,) float32."""
+    """Table of the float32 values of 8-bit scales: (256,)."""
     table: Tensor = _library().create_dynamic_map().to(device)
     return table
 
 
 @cache
 def _library() -> Any:
-    # On some CPUs the library looks for kernels of another package that nothing here calls, and warns.
+    # On some CPUs bitsandbytes warns that kernels of another package are missing, which nxtrain does not call.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         from bitsandbytes import functional

@@ -1,7 +1,7 @@
-"""Attention to ranges of keys by matrix products, block by block, with memory linear in the sequence.
+"""Blocked attention to a range of keys per query by matrix products, with memory linear in the sequence length.
 
-A block of queries meets all keys that any of its queries may see. Only sums of the weights are saved; the backward pass
-computes the weights again.
+A block of queries is multiplied by all keys that any of its queries may attend to. Only the log-sums of the softmax are
+saved, and the backward pass recomputes the probabilities.
 
 Shapes: Q queries, K keys, B batch, N query heads, M key/value heads, R = N / M, G = B * M groups, H head dimension.
 
@@ -24,7 +24,7 @@ from nxtrain.common.kernels import KeyRanges, Pieces
 
 
 class _Span(NamedTuple):
-    """Block of an attention: queries from `start` to before `end`, and keys from `low` to before `high`."""
+    """Block of attention scores: queries `start` to `end - 1`, and keys `low` to `high - 1`."""
 
     start: int
     end: int
@@ -33,21 +33,24 @@ class _Span(NamedTuple):
 
 
 class AttentionToRanges(Protocol):
-    """Both passes of an attention to ranges of keys, as `Kernels` has them."""
+    """Interface of attention to key ranges, forward and backward, as in `Kernels`."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
-        """`Kernels.attend`."""
+        """Compute the output and the log-sums; see `Kernels.attend`."""
         ...
 
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, ranges: KeyRanges
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`Kernels.attend_backward`."""
+        """Compute the gradients of queries, keys and values; see `Kernels.attend_backward`."""
         ...
 
 
 class RangedAttention(torch.autograd.Function):
-    """Attention to ranges of keys, (Q, B, N, H), (K, B, M, H) twice to (Q, B, N, H), by the kernels of a device."""
+    """Autograd function of attention to key ranges by the kernels of a device.
+
+    Queries and output are (Q, B, N, H); keys and values are (K, B, M, H).
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, kernels: AttentionToRanges) -> Tensor:
@@ -66,10 +69,11 @@ class RangedAttention(torch.autograd.Function):
 
 
 class SinkAttention(torch.autograd.Function):
-    """Attention to ranges of keys, and to a score of each head that has no value, by the kernels of a device.
+    """Autograd function of attention to key ranges with attention sinks, by the kernels of a device.
 
-    The sink is one more weight of the softmax. So it lowers the output by its share of the sum, and the gradients of
-    queries, keys and values are those of the ranges with the larger sum.
+    A sink is a learned score per head without a value. It adds one term to the denominator of the softmax, so the
+    output is multiplied by the share of the other terms. The gradients of queries, keys and values are those of
+    attention without sinks with the larger denominator.
 
     Source: Xiao et al. 2023 (arXiv:2309.17453) section 3.3; OpenAI 2025 (arXiv:2508.10925) section 2.3.
     """
@@ -102,18 +106,18 @@ class SinkAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Blocks:
-    """Division of an attention into blocks.
+    """Blocked attention to key ranges by elementary operations.
 
     Args:
-        looks: The host reads the ranges at no cost, so that a block omits keys that none of its queries sees.
-        score_type: Type in which queries are multiplied by keys; None: that of the queries.
+        looks: The host can read the key ranges at no cost, so a block skips keys that no query attends to.
+        score_type: Type in which queries are multiplied by keys; None for the type of the queries.
     """
 
     looks: bool = False
     score_type: torch.dtype | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
-        """`Kernels.attend`."""
+        """Compute the output and the log-sums block by block; see `Kernels.attend`."""
         queries, keys, values = self.grouped(q, k, v)
         outs, sums = [], []
         for span in self._spans(queries, keys, ranges):
@@ -131,7 +135,7 @@ class Blocks:
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, ranges: KeyRanges
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`Kernels.attend_backward`."""
+        """Compute the gradients of queries, keys and values block by block; see `Kernels.attend_backward`."""
         queries, keys, values = self.grouped(q, k, v)
         grads, inner, sums = grouped_results(grad, out, log_sums, k.shape[2])
         k_grad = torch.zeros(keys.shape, dtype=torch.float32, device=q.device)
@@ -153,13 +157,13 @@ class Blocks:
         return ungrouped(torch.cat(q_grads, dim=2), q), unflatten_heads(k_grad, k), unflatten_heads(v_grad, v)
 
     def grouped(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (G, R, Q, H), and keys and values (G, K, H) in the type of products."""
+        """Rearrange by key/value head: queries (G, R, Q, H), and keys and values (G, K, H) in the product type."""
         product_type = self.score_type or q.dtype
         keys, values = (flatten_heads(x).to(product_type) for x in (k, v))
         return group_heads(q, k.shape[2]), keys, values
 
     def _spans(self, queries: Tensor, keys: Tensor, ranges: KeyRanges) -> Iterator[_Span]:
-        """Iterate over blocks of queries, with the keys that each may see."""
+        """Iterate over blocks of queries, each with the keys that its queries may attend to."""
         groups, repeats, num_queries, _ = queries.shape
         num_keys = keys.shape[1]
         rows = block_rows(groups * repeats, num_keys)
@@ -182,7 +186,7 @@ class Blocks:
 
 
 def _number_before(pieces: Pieces, position: int) -> int:
-    """Count the positions of some pieces that are before a position."""
+    """Count the positions of sequence pieces that are before a given position."""
     number = 0
     for piece in pieces:
         number += len(range(piece.start, min(piece.stop, max(piece.start, position)), piece.step))
@@ -190,7 +194,7 @@ def _number_before(pieces: Pieces, position: int) -> int:
 
 
 def _position(pieces: Pieces, index: int) -> int:
-    """Position with an index among all positions of some pieces."""
+    """Return the position at an index into the concatenated positions of sequence pieces."""
     for piece in pieces:
         if index < len(piece):
             return piece[index]
@@ -199,15 +203,17 @@ def _position(pieces: Pieces, index: int) -> int:
 
 
 def _each(positions: Tensor) -> Pieces:
-    """Pieces of one position each."""
+    """Convert a tensor of positions to pieces of one position each."""
     return tuple(range(position, position + 1) for position in positions.tolist())
 
 
 def whole_rows(q: Tensor, starts: Tensor | None, window: int | None = None) -> KeyRanges:
-    """Ranges of the queries of whole rows, (S, B, N, H).
+    """Return the key ranges of causal attention over whole sequences, with optional documents and window.
 
     Args:
-        starts: (B, S) int64, first position of each position's document; None: a row is one document.
+        q: (S, B, N, H) queries.
+        starts: (B, S) int64, first position of each position's document; None if a sequence is one document.
+        window: Most keys that a query attends to; None for no limit.
     """
     length = q.shape[0]
     ranges = KeyRanges.of(starts, torch.arange(length, device=q.device), window)
@@ -215,25 +221,28 @@ def whole_rows(q: Tensor, starts: Tensor | None, window: int | None = None) -> K
 
 
 _LOWEST = torch.finfo(torch.float32).min / 2
-"""Least maximum of the scores of a row: scores of -inf minus it stay -inf, where all scores of a row are."""
+"""Lower bound of a row's maximum score, so that a row with only -inf scores keeps them after subtraction."""
 
 _TINY = torch.finfo(torch.float32).tiny
-"""Least divisor of an output: a query that sees no key has an output of zeros."""
+"""Lower bound of the softmax denominator, so that a query without visible keys has an output of zeros."""
 
 
 def grouped_results(grad: Tensor, out: Tensor, log_sums: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the outputs (G, R, Q, H), their products with the outputs, and the sums, (G, R, Q, 1) each."""
+    """Rearrange by key/value head: output gradients (G, R, Q, H), their products with outputs, and log-sums.
+
+    The products and the log-sums are (G, R, Q, 1).
+    """
     inner = group_heads((grad.float() * out).sum(dim=-1, keepdim=True), num_kv_heads)
     return group_heads(grad, num_kv_heads), inner, log_sums.reshape(inner.shape)
 
 
 def block_output(rows: Tensor, keys: Tensor, values: Tensor, seen: KeyRanges) -> tuple[Tensor, Tensor]:
-    """Output of a block in float32, and the logarithms of the sums of its weights.
+    """Compute the float32 output of a block of queries, and the log-sums of its softmax.
 
     Args:
         rows: Queries of the block, (G, R, rows, H).
-        keys, values: Those that the block meets, (G, K, H), in the type of products.
-        seen: Ranges of the block.
+        keys, values: Keys and values of the block, (G, K, H), in the product type.
+        seen: Key ranges of the block.
     """
     scores = _scores(rows.flatten(1, 2).to(keys.dtype), keys, seen)
     peak = scores.amax(dim=-1, keepdim=True).clamp(min=_LOWEST)
@@ -247,16 +256,16 @@ def block_output(rows: Tensor, keys: Tensor, values: Tensor, seen: KeyRanges) ->
 def block_gradients(
     rows: Tensor, keys: Tensor, values: Tensor, results: Sequence[Tensor], seen: KeyRanges
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients in float32 of a block's queries, keys and values.
+    """Compute the float32 gradients of a block's queries, keys and values.
 
     Args:
-        rows, keys, values, seen: As for `block_output`.
-        results: `grouped_results` of the block.
+        rows, keys, values, seen: See `block_output`.
+        results: Results of `grouped_results`, restricted to the block.
     """
     grads, inner, sums = (x.flatten(1, 2) for x in results)
     queries, out_grad = rows.flatten(1, 2).to(keys.dtype), grads.to(keys.dtype)
     scores = _scores(queries, keys, seen)
-    # A query that sees no key at all has a sum of -inf, and no weights.
+    # A query without visible keys has a log-sum of -inf, and zero weights.
     weights = scores.sub_(sums.clamp(min=_LOWEST)).exp_()
     score_grad = torch.bmm(out_grad, values.transpose(1, 2)).float()
     score_grad.sub_(inner).mul_(weights).mul_(1.0 / math.sqrt(rows.shape[-1]))
@@ -268,13 +277,13 @@ def block_gradients(
 
 
 def _seen(ranges: KeyRanges, span: _Span) -> KeyRanges:
-    """Ranges of a block."""
+    """Return the key ranges of one block."""
     start, end, low, high = span
     return KeyRanges(ranges.first[:, start:end], ranges.last[start:end], ranges.keys[low:high])
 
 
 def _scores(rows: Tensor, keys: Tensor, seen: KeyRanges) -> Tensor:
-    """Scaled scores of a block, -inf where a query does not see a key: (G, R * rows, keys) float32."""
+    """Compute the scaled scores of a block, -inf for masked keys: (G, R * rows, keys) float32."""
     scores = torch.bmm(rows, keys.transpose(1, 2)).float().mul_(1.0 / math.sqrt(rows.shape[-1]))
     after = seen.keys > seen.last[:, None]
     before = seen.keys < seen.first[:, :, None]
@@ -288,6 +297,6 @@ def _scores(rows: Tensor, keys: Tensor, seen: KeyRanges) -> Tensor:
 
 
 def ungrouped(x: Tensor, like: Tensor) -> Tensor:
-    """(G, R, Q, H) to the shape of `like`, (Q, B, N, H)."""
+    """Rearrange (G, R, Q, H) to the shape of `like`, (Q, B, N, H)."""
     heads: Tensor = x.unflatten(0, (like.shape[1], -1))
     return heads.permute(3, 0, 1, 2, 4).flatten(2, 3)

@@ -1,4 +1,4 @@
-"""Ranks of a run as one of them sees them: their numbers, their communication, and a joint end."""
+"""Interface to the ranks of a run: rank numbers, collectives, host groups, and failures of ranks."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class RankGroup(ABC):
-    """All ranks of a run, and communication between them.
+    """Ranks of a run as one rank uses them: rank numbers, collectives and failure reports.
 
     Attributes:
         name: Name of the backend.
-        world, rank: Number of processes, and the rank of this one.
-        local_world, local_rank: The same numbers among the processes of this node.
-        collectives: Communication with other ranks.
-        host_group: Group of all ranks that carries host objects; None: torch's default group.
+        world, rank: Number of processes, and the rank of this process.
+        local_world, local_rank: Number of processes of this node, and the rank of this process among them.
+        collectives: Collectives and transfers between ranks.
+        host_group: Process group of all ranks for host objects; None for torch's default group.
     """
 
     name: str
@@ -44,23 +44,23 @@ class RankGroup(ABC):
     def lay_out(self, mesh: Mesh) -> None:
         """Set the mesh of the run; all ranks call this once, before any communication.
 
-        Ranks of different pipeline stages use their axes in different orders, so their groups must be made here, not
-        at the first use.
+        Process groups are created here, not on first use, since ranks of different pipeline stages use their axes in
+        different orders.
         """
 
     def device_mesh(self, axes: StateAxes) -> DeviceMesh:
-        """Device mesh of the ranks that hold the same parameters: (shard,) or (replica, shard), for torch's sharding.
+        """Device mesh of the ranks with the same parameters: (shard,) or (replica, shard), for torch's FSDP sharding.
 
         Raises:
             BackendError: The device has no process groups.
         """
         raise BackendError(
             "parallel.shard=grad_op, full and hybrid run on the backends cpu, cuda and neuron-native, not on "
-            f"{self.name}; use parallel.shard=zero1, which cuts the optimizer state on every backend"
+            f"{self.name}; use parallel.shard=zero1, which shards the optimizer state on every backend"
         )
 
     def background_group(self, hang_timeout_s: float) -> ProcessGroup | None:
-        """Make a group of all ranks for host objects, usable next to training's collectives; None with one rank."""
+        """Create a gloo group of all ranks for host objects, for use during training; None with one rank."""
         import torch.distributed as dist
 
         if self.world == 1 or not dist.is_initialized():
@@ -78,7 +78,7 @@ class RankGroup(ABC):
         return HeartbeatStore(self._store, self.rank, self.world)
 
     def failed(self, error: Exception) -> Exception:
-        """Publish why this rank fails; if it only lost a peer, return the peer's own failure.
+        """Publish the failure of this rank, and return the error to report: its own, or that of a lost peer.
 
         The call takes a few seconds at most. Afterwards `close` does not wait for other ranks, and the process must
         end.
@@ -95,20 +95,20 @@ class RankGroup(ABC):
         return self._failures.failed(error)
 
     def abandon(self, failure: str) -> None:
-        """End all waits of this rank's device for the other ranks, one of which is lost; for any thread.
+        """End all waits of this rank's device for other ranks after one rank is lost; callable from any thread.
 
-        Results of collectives that end so are wrong. The next `fetch` raises a LostPeerError.
+        Interrupted collectives give wrong results. The next `fetch` raises a LostPeerError.
 
         Args:
-            failure: The loss, in words.
+            failure: Description of the lost rank.
         """
-        raise BackendError(f"backend.name={self.name} cannot leave a rank that is lost")
+        raise BackendError(f"backend.name={self.name} cannot end its waits for a lost rank; use recovery.in_job=false")
 
     def compare_graphs(self, work: str) -> None:
-        """Compare later graphs between the ranks of a stage before each runs; a comparison takes tens of milliseconds.
+        """Compare each later graph between the ranks of a pipeline stage before the graph runs.
 
-        Eager devices have no graphs to compare.
+        A comparison takes tens of milliseconds. Eager devices have no graphs to compare.
 
         Args:
-            work: Name of the work that the graphs do; the same on all ranks. Empty: end the comparisons.
+            work: Name of the part of the step that the graphs compute, equal on all ranks; empty to end comparisons.
         """

@@ -1,8 +1,9 @@
-"""Counter-based random bits, and stochastic rounding with them, in integer operations that every device has.
+"""Stochastic rounding to bfloat16 with counter-based random bits, in integer operations that every device has.
 
 The 16 bits that round an entry depend only on the seed, the step, the global name of the entry's tensor and the entry's
-position in the tensor. They do not depend on the layout, the device or earlier draws. The hash of a row and a step,
-with the hash of a pair of columns, gives 32 bits: the low half for the even column, the high half for the odd one.
+position in the tensor. They do not depend on the layout, the device or earlier draws. The hash of a row and
+a step, combined with the hash of a pair of columns, gives 32 bits. The low half rounds the even column, and the high
+half rounds the odd column.
 
 Shapes: R rows, the first dimension; C columns, all other dimensions flattened. P pairs cover the columns.
 """
@@ -32,12 +33,12 @@ _FACTORS = _int32(0x7FEB352D), _int32(0x846CA68B - (1 << 32))
 
 
 def step_hash(step: Tensor) -> Tensor:
-    """Hash of a step: () float32 to () int32, odd."""
+    """Hash a step number: () float32 to () int32, odd."""
     return mix_(step.to(torch.int32, copy=True)) | 1
 
 
 def mix_(x: Tensor) -> Tensor:
-    """Hash int32 in place, one to one; products wrap around.
+    """Hash int32 numbers in place by a bijection; products wrap around.
 
     Source: C. Wellons, hash-prospector, `lowbias32`.
     """
@@ -46,7 +47,10 @@ def mix_(x: Tensor) -> Tensor:
 
 
 def _mix_hashes_(x: Tensor) -> Tensor:
-    """Middle step of `mix_`, enough for a combination of hashes, since the high bits of each half count most."""
+    """Middle step of the hash `mix_`, in place.
+
+    This step alone is enough to combine hashes, since rounding depends most on the high bits of each half.
+    """
     x *= _FACTORS[0]
     x ^= torch.bitwise_right_shift(x, _FIFTEEN) & _17_BITS
     x *= _FACTORS[1]
@@ -54,7 +58,7 @@ def _mix_hashes_(x: Tensor) -> Tensor:
 
 
 def folded(x: Tensor) -> Tensor:
-    """int32 with its high half mixed into its low half, one to one."""
+    """Mix the high half of int32 numbers into the low half, a bijection."""
     return x ^ (torch.bitwise_right_shift(x, _SIXTEEN) & _16_BITS)
 
 
@@ -64,14 +68,14 @@ def _fold_(x: Tensor) -> Tensor:
 
 
 def random_bits(rows: Tensor, columns: Tensor, step: Tensor) -> Tensor:
-    """32 bits for each row and column: (R,), (C,), () to (R, C) int32."""
+    """Draw 32 random bits for each row and column from their hashes: (R,), (C,), () to (R, C) int32."""
     return _mix_hashes_((rows * step).unsqueeze(1) ^ columns)
 
 
 def _round_by_pairs_(x: Tensor, key: RoundingKey, step: Tensor) -> Tensor:
-    """Round finite float32 `x` in place to values of bfloat16; the result for values that are not finite is undefined.
+    """Round finite float32 `x` stochastically to bfloat16 values, in place; the result for other values is undefined.
 
-    One hash serves two entries, or the low half one, so the device must be little endian.
+    Each half of a hash rounds one entry. The device must be little endian.
     """
     rows = x.view(len(key.rows), -1)
     halves = random_bits(key.rows, key.pairs, step).view(torch.uint16)
@@ -86,13 +90,16 @@ def _round_by_pairs_(x: Tensor, key: RoundingKey, step: Tensor) -> Tensor:
 
 
 def round_by_pairs(x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
-    """`Kernels.stochastic_round` for devices on which the host must not wait."""
+    """Round stochastically (`Kernels.stochastic_round`) without a wait of the host for the device."""
     rounded = _round_by_pairs_(x.clone(), key, step)
     out.copy_(torch.where(x.abs() <= _LARGEST, rounded, x))
 
 
 def round_by_pairs_on_host(x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
-    """`Kernels.stochastic_round` on the host: a finite sum proves finite entries, which nearly all tensors have."""
+    """Round stochastically (`Kernels.stochastic_round`) on the host, faster if all entries are finite.
+
+    A finite sum proves that all entries are finite.
+    """
     if math.isfinite(x.sum().item()):
         out.copy_(_round_by_pairs_(x, key, step))
     else:
@@ -102,8 +109,8 @@ def round_by_pairs_on_host(x: Tensor, out: Tensor, key: RoundingKey, step: Tenso
 def round_one_by_one(
     x: Tensor, out: Tensor, key: RoundingKey, step: Tensor, bitcast: Callable[[Tensor, torch.dtype], Tensor]
 ) -> None:
-    """`Kernels.stochastic_round` with a hash for each entry, and `bitcast` in place of views of another type."""
-    # Not by sizes, which a compiler for any size could not prove to be those of `x`: it would make several kernels.
+    """Round stochastically (`Kernels.stochastic_round`) with one hash per entry, and `bitcast` instead of views."""
+    # Not by sizes: a compiler of dynamic shapes could not prove that they match `x`, and would make several kernels.
     rows = x.unsqueeze(1) if x.dim() == 1 else x.flatten(1)
     words = random_bits(key.rows, key.columns, step)
     noise = torch.where(key.odd, torch.bitwise_right_shift(words, _SIXTEEN), words) & _16_BITS

@@ -1,8 +1,8 @@
-"""Kernels of torch's `scaled_dot_product_attention` on a GPU: a trial of each, and an order that no release changes.
+"""Trial and choice of the kernel of torch's `scaled_dot_product_attention` on a GPU.
 
-torch prefers another kernel from release to release, and with it speed and bits change. So a run tries the kernels on
-its device, and pins the first that computes the formula. The order counts for the process, not for a block of code, so
-that `torch.compile` meets no context in a graph.
+torch's preferred kernel changes between releases, and with it speed and bits. So a run tries the kernels on its GPU in
+a fixed order, and pins the first correct kernel. The pin holds for the process, not for a block of code, so
+`torch.compile` has no context manager in a graph.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "plain": SDPBackend.MATH,
 }
-"""torch's name of each kernel; releases 3 and 4 of FlashAttention replace the one that torch has."""
+"""torch's constant of each kernel; FlashAttention 3 and 4 replace torch's own FlashAttention."""
 
 PACKAGES = {"flash3": ("FA3", "flash-attn-3"), "flash4": ("FA4", "flash-attn-4")}
-"""Name in torch's registry, and package, of each kernel that is not a part of torch."""
+"""Name in torch's registry, and pip package, of each kernel that is not a part of torch."""
 
 CUDNN_CAPABILITY = (9, 0)
-"""Compute capability from which cuDNN's kernel is tried first, as torchtitan does."""
+"""Lowest compute capability for which cuDNN's kernel is tried first, as in torchtitan."""
 
 TRIAL_TOKENS = 256
 TRIAL_ERROR = 0.05
-"""Largest relative error of a trial: twelve times the rounding of bf16, and far below that of a wrong mask."""
+"""Largest relative error of a kernel trial: twelve times bf16 rounding, and far below the error of a wrong mask."""
 
 
 def order(capability: tuple[int, int], *, deterministic: bool = False) -> tuple[GpuKernel, ...]:
-    """Kernels in the order in which `auto` tries them; all take 16-bit numbers, the last one float32 too.
+    """Attention kernels in the order in which `auto` tries them on a GPU.
 
-    torch knows no order of the sums in cuDNN's gradients, and keeps cuDNN out of deterministic runs.
+    All support 16-bit types, and the last also float32. torch excludes cuDNN from deterministic runs, since the order
+    of sums in its gradients is not fixed.
     """
     if capability >= CUDNN_CAPABILITY and not deterministic:
         return "cudnn", "flash", "efficient"
@@ -56,7 +57,7 @@ def order(capability: tuple[int, int], *, deterministic: bool = False) -> tuple[
 
 @contextmanager
 def pinned(kernel: str) -> Iterator[None]:
-    """Prefer a kernel in this process; other kernels compute what the kernel does not take, such as a single query.
+    """Make torch prefer an attention kernel in this process; other kernels compute unsupported shapes.
 
     Raises:
         BackendError: The kernel's package is missing, or this torch cannot activate the kernel.
@@ -69,7 +70,7 @@ def pinned(kernel: str) -> Iterator[None]:
             if other not in backends:
                 backends.append(other)
         stack.enter_context(sdpa_kernel(backends, set_priority=True))
-        # The compiler's cache knows functions by their code, which does not name the kernel.
+        # The cache of torch.compile identifies functions by their code, which does not contain the kernel.
         tag, config = torch.compiler.config.cache_key_tag, torch.compiler.config
         stack.callback(setattr, config, "cache_key_tag", tag)
         config.cache_key_tag = f"{tag}attention={kernel}"
@@ -78,7 +79,7 @@ def pinned(kernel: str) -> Iterator[None]:
 
 @contextmanager
 def _activated(kernel: str) -> Iterator[None]:
-    """Activate another release of FlashAttention in place of torch's own."""
+    """Activate FlashAttention 3 or 4 in place of torch's own FlashAttention."""
     name, package = PACKAGES[kernel]
     attention: Any = torch.nn.attention
     activate = getattr(attention, "activate_flash_attention_impl", None)
@@ -101,10 +102,10 @@ def _activated(kernel: str) -> Iterator[None]:
 
 
 def failure(kernel: str, device: torch.device, dtype: torch.dtype, head_size: int) -> str:
-    """Try a forward and a backward pass of a kernel alone; return the reason why the kernel fails, or nothing.
+    """Try an attention kernel forward and backward on a GPU; return the reason for a failure, or an empty string.
 
     Args:
-        kernel: Key of `BACKENDS`; a package of its own is active.
+        kernel: Key of `BACKENDS`; the kernel's own package, if any, must be active.
     """
     shapes = [(TRIAL_TOKENS, 1, heads, head_size) for heads in (4, 2, 2)]
     generator = torch.Generator().manual_seed(0)
@@ -112,7 +113,7 @@ def failure(kernel: str, device: torch.device, dtype: torch.dtype, head_size: in
     given = [x.requires_grad_() for x in drawn]
     exact = [x.detach().float().requires_grad_() for x in drawn]
     try:
-        with warnings.catch_warnings():  # torch warns of each kernel that it does not take
+        with warnings.catch_warnings():  # torch warns about each kernel that it does not use
             warnings.simplefilter("ignore")
             with sdpa_kernel([BACKENDS[kernel]]):
                 actual = _passes(given, grouped=dtype != torch.float32)
@@ -126,25 +127,25 @@ def failure(kernel: str, device: torch.device, dtype: torch.dtype, head_size: in
 
 
 def first_line(error: Exception) -> str:
-    """Kind and first line of an error."""
+    """Type name and first line of an error, at most 200 characters."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
 def wrong_numbers(worst: float) -> str:
-    """Reason why a kernel with this relative error is refused: too large, or NaN; empty for a right kernel."""
+    """Reason why a kernel with this relative error is refused; empty if the error is within `TRIAL_ERROR`."""
     if worst <= TRIAL_ERROR:
         return ""
     return f"its numbers are off by {worst:.1%} of the formula's"
 
 
 def _passes(qkv: list[Tensor], *, grouped: bool) -> list[Tensor]:
-    """Output and gradients of one causal attention."""
+    """Compute the output and the gradients of causal attention."""
     out = sdpa(qkv[0], qkv[1], qkv[2], grouped=grouped)
     return [out, *torch.autograd.grad(out, qkv, out.detach())]
 
 
 def relative_error(actual: Tensor, wanted: Tensor) -> Tensor:
-    """Norm of the difference over the norm of the wanted tensor, () float32; 0 where both are zeros."""
+    """Norm of the difference divided by the norm of the wanted tensor, () float32; 0 if both tensors are zeros."""
     difference = F.mse_loss(actual.float(), wanted).sqrt()
     return difference / wanted.square().mean().sqrt().clamp(min=torch.finfo(torch.float32).tiny)

@@ -1,4 +1,4 @@
-"""Attention by torch: causal, and inside of documents, where a query sees the keys of its own document only.
+"""Causal attention by torch's kernels, over whole sequences or within each document.
 
 Shapes: S sequence, B batch, N query heads, K key/value heads, H head dimension.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool = False) -> Tensor:
-    """`scaled_dot_product_attention` on (S, B, N, H); `grouped` lets torch repeat the K/V heads."""
+    """Causal `scaled_dot_product_attention` on (S, B, N, H) tensors; `grouped` lets torch repeat key/value heads."""
     repeats = q.shape[2] // k.shape[2]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     if repeats > 1 and not grouped:
@@ -24,23 +24,23 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool = False) -> Tensor:
 
 
 def repeat_heads(x: Tensor, repeats: int) -> Tensor:
-    """(B, K, S, H) to (B, K * repeats, S, H), copies of a head adjacent; the last two dimensions may be any."""
+    """Repeat each head, (B, K, S, H) to (B, K * repeats, S, H); the copies of a head are adjacent."""
     return x.unsqueeze(2).expand(-1, -1, repeats, -1, -1).flatten(1, 2)
 
 
 def group_heads(x: Tensor, num_kv_heads: int) -> Tensor:
-    """(S, B, N, H) to (B * K, N / K, S, H): the query heads of a key/value head together."""
+    """Group query heads by key/value head: (S, B, N, H) to (B * K, N / K, S, H)."""
     heads: Tensor = x.unflatten(2, (num_kv_heads, -1))
     return heads.permute(1, 2, 3, 0, 4).flatten(0, 1)
 
 
 def flatten_heads(x: Tensor) -> Tensor:
-    """(S, B, K, H) to (B * K, S, H)."""
+    """Merge batch and heads: (S, B, K, H) to (B * K, S, H)."""
     return x.permute(1, 2, 0, 3).flatten(0, 1)
 
 
 def unflatten_heads(x: Tensor, like: Tensor) -> Tensor:
-    """(B * K, S, H) to the shape of `like`, (S, B, K, H)."""
+    """Split merged batch and heads: (B * K, S, H) to the shape of `like`, (S, B, K, H)."""
     heads: Tensor = x.unflatten(0, like.shape[1:3])
     return heads.permute(2, 0, 1, 3)
 
@@ -48,10 +48,10 @@ def unflatten_heads(x: Tensor, like: Tensor) -> Tensor:
 def attention_by_document(
     attention: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, starts: Tensor
 ) -> Tensor:
-    """`Kernels.document_attention` by one call for each document, for devices whose numbers the host reads at no cost.
+    """Compute attention within documents by one call per document, for devices that share memory with the host.
 
     Args:
-        attention: Causal attention of whole rows, such as `Kernels.attention`.
+        attention: Causal attention over whole sequences, such as `Kernels.attention`.
         q: (S, B, N, H).
         k, v: (S, B, K, H).
         starts: (B, S) first position of each position's document.

@@ -1,4 +1,4 @@
-"""Kernels from torch's operations: fused ones for CPU and CUDA, plain ones that any device can lower."""
+"""Kernels made of torch operations: fused kernels for CPU and CUDA, and elementary operations for any device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nxtrain.common.vocab import PROBABILITY_UNITS, VocabColumns
 
 
 class PlainKernels(Kernels):
-    """Elementary operations with every changing number on the device, so that an XLA graph never changes."""
+    """Kernels of elementary operations; numbers that change per step are device tensors, so XLA graphs stay equal."""
 
     _blocks = Blocks()
 
@@ -149,7 +149,7 @@ class PlainKernels(Kernels):
 
 
 class FusedKernels(PlainKernels):
-    """torch's own fused attention and updates, on CPU and CUDA."""
+    """torch's fused attention and fused AdamW, for CPU and CUDA."""
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sdpa(q, k, v)
@@ -162,11 +162,11 @@ class FusedKernels(PlainKernels):
         exp_avg_sqs: Sequence[Tensor],
         how: AdamStep,
     ) -> None:
-        if how.means is not None:  # torch's kernel has one beta for the bias corrections of all updates
+        if how.means is not None:  # torch's kernel assumes one beta for all updates in its bias correction
             super().adamw(params, grads, exp_avgs, exp_avg_sqs, how)
             return
         weight_decay = how.weight_decay
-        if isinstance(weight_decay, Tensor):  # a number of the host would have to be read
+        if isinstance(weight_decay, Tensor):  # torch's kernel needs a host number, which would be a device-to-host copy
             shrink = 1.0 - how.lr * weight_decay
             if how.skip is not None:
                 shrink = torch.where(how.skip, 1.0, shrink)
@@ -197,14 +197,14 @@ class FusedKernels(PlainKernels):
         round_by_pairs(x, out, key, step)
 
     def _divisor(self, grad_scale: Tensor) -> Tensor | None:
-        """Divisor of gradients for torch's kernel; None: 1."""
+        """Divisor of the gradients for torch's fused AdamW; None means 1."""
         return grad_scale.reciprocal()
 
 
 class SavingProduct(torch.autograd.Function):
-    """Autograd function of `Kernels.linear` that saves no copies; beside a frozen weight, the input is not saved.
+    """Autograd function of `Kernels.linear` that saves no copies, and no input if the weight is frozen.
 
-    Autograd's own function saves the transposed weight, and copies that a product makes of its arguments.
+    torch's own function saves the transposed weight, and copies that a product makes of its arguments.
     """
 
     @staticmethod
@@ -225,26 +225,29 @@ class SavingProduct(torch.autograd.Function):
 
 
 def constant_means(betas: tuple[float, float], step: Tensor) -> tuple[MeanDecay, MeanDecay]:
-    """Weights of AdamW's running means under constant betas; `step` is the argument of `bias_correction`."""
+    """Weights of AdamW's running means with constant betas, after `step` updates."""
     beta1, beta2 = betas
     first = MeanDecay(beta1, 1.0 - beta1, bias_correction(beta1, step))
     return first, MeanDecay(beta2, 1.0 - beta2, bias_correction(beta2, step))
 
 
 def bias_correction(beta: float, step: Tensor) -> Tensor:
-    """Sum of the weights of a running mean of decay `beta` after some updates: 1 - beta^step.
+    """Bias correction of an AdamW running mean: 1 - beta^step.
 
-    Computed by expm1, since 1 - 0.999 has few digits in float32: the first updates would have errors of 3e-5.
+    Computed by expm1, since 1 - 0.999 has few digits in float32, and the first updates would have errors of 3e-5.
 
     Args:
-        beta: Decay.
-        step: () float32, updates done.
+        beta: Decay of the running mean.
+        step: () float32, number of updates done.
     """
     return (step * (math.log(beta) if beta else -math.inf)).expm1().neg()
 
 
 def row_tiles(shapes: Mapping[str, Sequence[int]], limit: int) -> Iterator[Rows]:
-    """Divide parameters by rows into tiles of at most `limit` entries, or of one row; empty parameters give none."""
+    """Split parameters into tiles of whole rows with at most `limit` entries, or of one row.
+
+    Empty parameters have no tiles.
+    """
     for name, (num_rows, *rest) in shapes.items():
         width = max(1, limit // max(1, math.prod(rest)))
         for start in range(0, num_rows, width):
@@ -252,7 +255,7 @@ def row_tiles(shapes: Mapping[str, Sequence[int]], limit: int) -> Iterator[Rows]
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMS norm that saves only its input and one number per row."""
+    """Autograd function of RMS norm that saves only its input and one float32 number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -273,16 +276,16 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`Kernels.rms_norm` in elementary operations."""
+    """Compute RMS norm (`Kernels.rms_norm`) by elementary operations."""
     out: Tensor = _RMSNorm.apply(x, weight, eps)
     return out
 
 
 def _spare_compiler(hidden: Any) -> None:
-    """Keep a function that torch hides from its compiler from importing that compiler.
+    """Prevent a function that torch excludes from compilation from importing torch's compiler.
 
-    The import takes seconds, which an eager run does not need. Once something else has imported the compiler, torch
-    hides the function as usual.
+    The import takes seconds, and an eager run does not need the compiler. After another import of the compiler, torch
+    excludes the function as usual.
     """
     plain: Any = getattr(hidden, "__wrapped__", None)
 
@@ -293,7 +296,7 @@ def _spare_compiler(hidden: Any) -> None:
         return hidden(*args, **kwargs)
 
     if plain is not None and "torch._dynamo" not in sys.modules:
-        plain.__dynamo_disable = spared  # where torch keeps the function that its compiler made
+        plain.__dynamo_disable = spared  # the attribute in which torch caches the wrapper of its compiler
 
 
 for _hidden in (checkpoint, getattr(torch_checkpoint, "_run_fn_with_dynamo_disabled", None)):
@@ -301,7 +304,7 @@ for _hidden in (checkpoint, getattr(torch_checkpoint, "_run_fn_with_dynamo_disab
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up of a concatenated input; saves only the input and computes the unit again in backward."""
+    """Autograd function of silu(gate) * up that saves only its concatenated input and recomputes in backward."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
@@ -318,7 +321,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotation whose backward is the transposed rotation, so that only the tables are saved."""
+    """Autograd function of rotary position embedding that saves only the tables; backward rotates by -sin."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -339,9 +342,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def masked_cross_entropy(
     logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor | None]:
-    """`Kernels.cross_entropy` by a mask of the targets in place of an index, for devices without 64-bit integers.
+    """Compute `Kernels.cross_entropy` by masks of the targets instead of gather and scatter.
 
-    Such a device gathers and scatters by int64 hundreds of times slower than by other operations.
+    For devices without 64-bit integers, on which gather and scatter by int64 are hundreds of times slower.
     """
     dtype = logits.dtype
     comm = columns.comm
@@ -375,7 +378,7 @@ def masked_cross_entropy(
 def cross_entropy(
     logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor | None]:
-    """`Kernels.cross_entropy` in elementary operations."""
+    """Compute `Kernels.cross_entropy` by elementary operations with gather and scatter."""
     dtype = logits.dtype
     comm = columns.comm
     axis = columns.axis
@@ -399,14 +402,14 @@ def cross_entropy(
 
 
 def _taught(targets: Tensor, columns: VocabColumns) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Columns in this rank's logits of the tokens of each target with a teacher.
+    """Locate the teacher's top-R token ids of each target in this rank's logits, for distillation.
 
     Args:
-        targets: (T, 2R), as of `Kernels.cross_entropy`.
+        targets: (T, 2R) teacher targets; see `Kernels.cross_entropy`.
 
     Returns:
-        (T,) bool, tokens that count; (T, R) bool, ids among this rank's columns; (T, R) their columns, else 0; (T, R)
-        float32, their probabilities, 0 for an id that is not here.
+        (T,) bool, True for tokens that count in the loss. (T, R) bool, True for ids in this rank's columns. (T, R)
+        columns of these ids, 0 for other ids. (T, R) float32 teacher probabilities, 0 for other ids.
     """
     ids, units = targets.chunk(2, dim=1)
     counted, here, column = columns.locate(ids.flatten())
@@ -417,13 +420,13 @@ def _taught(targets: Tensor, columns: VocabColumns) -> tuple[Tensor, Tensor, Ten
 
 
 def _losses(sums: Tensor, peak: Tensor, counted: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """Losses as of `Kernels.cross_entropy`, and the factor of each token's exponentials in its gradient, (T,).
+    """Return the losses of `Kernels.cross_entropy`, and the factor (T,) of exp(scores) in the gradient.
 
     Args:
-        sums: (2, T), sum of the exponentials and score of the target of each token.
-        peak: (T,), number that was taken from the scores of each token.
-        counted: (T,) bool, tokens that count.
-        z_loss: As for `Kernels.cross_entropy`.
+        sums: (2, T), sum of the exponentials and score of the target, for each token.
+        peak: (T,), maximum score of each token, which was subtracted from its scores.
+        counted: (T,) bool, True for tokens that count in the loss.
+        z_loss: See `Kernels.cross_entropy`.
     """
     log_sums = sums[0].log() + peak
     entropies = log_sums - sums[1]

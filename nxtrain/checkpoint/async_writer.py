@@ -1,6 +1,6 @@
-"""Asynchronous checkpoints: tensors are copied to the host while training waits, and written while training goes on.
+"""Asynchronous checkpoints: training waits while tensors are copied to the host, and continues while they are written.
 
-Where the hosts have no memory for the copies, tensors are written one by one while training waits.
+If a host lacks memory for the copies, tensors are written one by one while training waits.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class SaveOutcome:
         stall_s: Seconds that training waited for the checkpoint.
         write_s: Seconds until the checkpoint was written, committed and read back; 0 if it was skipped.
         problem: Reason why the checkpoint is missing; empty if it was saved.
-        untidy: Failures after the commit, such as of retention; the checkpoint is saved nevertheless.
-        note: Line about the way of saving; empty: nothing new.
+        untidy: Failures after the commit, such as in retention; the checkpoint is saved nevertheless.
+        note: Log line about a change between asynchronous and synchronous saving; empty without a change.
     """
 
     step: int
@@ -52,7 +52,7 @@ class SaveOutcome:
 
 @dataclass(frozen=True)
 class Destination:
-    """Folder of a run's checkpoints, and the ranks that write there.
+    """Folder of a run's checkpoints, and the ranks that write to it.
 
     If the group of `scope` is None, checkpoints are written while training waits.
     """
@@ -64,9 +64,9 @@ class Destination:
 
 
 class CheckpointWriter:
-    """Writes checkpoints of a run, one at a time. Every rank makes one writer, with calls at the same steps.
+    """Writer of a run's checkpoints, one at a time. Every rank creates a writer, and calls it at the same steps.
 
-    A failed write loses only that checkpoint: training goes on, and older checkpoints are untouched.
+    A failed write loses only its checkpoint: training continues, and older checkpoints are untouched.
     """
 
     def __init__(
@@ -91,12 +91,18 @@ class CheckpointWriter:
         self._has_noted = False
 
     def save(self, shards: Callable[[], Shards], meta: Meta, *, wait: bool = False, after_failure: bool = True) -> None:
-        """Save the state after a step, unless the checkpoint before is still being written or, on request, has failed.
+        """Save the training state after a step; skip the step if the previous checkpoint is still being written.
 
-        With `wait`, wait for both checkpoints. A step that is saved already is not saved again.
+        A step that is already saved is not saved again.
+
+        Args:
+            shards: Function that returns this rank's tensors.
+            meta: Description of the checkpoint.
+            wait: Wait for the previous checkpoint, and for this checkpoint.
+            after_failure: Save although the previous checkpoint failed.
         """
         began = time.monotonic()
-        # The leader ends last: it commits and deletes old checkpoints after all others have written.
+        # The leader finishes last: it commits and deletes old checkpoints after all other ranks have written.
         if not wait and self._ranks.on_leader(
             lambda: self._underway is not None and not self._underway.done, "cannot ask for the checkpoint before"
         ):
@@ -107,7 +113,7 @@ class CheckpointWriter:
         if self._written == meta.step or (self._failed and not after_failure):
             return
         state = shards()
-        lack = ""  # text about a host without memory for the copies of its ranks, equal on all ranks
+        lack = ""  # message about a host without memory for the copies of its ranks, equal on all ranks
         if not self._staging.is_allocated:
             lack = self._full_host(state) or self._refusing_host(state)
         if lack:
@@ -141,7 +147,7 @@ class CheckpointWriter:
         self._ended.append(outcome)
 
     def poll(self) -> list[SaveOutcome | UploadOutcome]:
-        """Saves and uploads that ended since the last call; never waits."""
+        """Return the results of saves and uploads that ended since the last call, without waiting."""
         if self._underway is not None and self._underway.done:
             self.settle()
         ended, self._ended = self._ended, []
@@ -155,7 +161,7 @@ class CheckpointWriter:
         heartbeat: Callable[[], None] = lambda: None,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Wait for the last checkpoint, and for its upload until a deadline."""
+        """Wait for the last checkpoint to be written, and until a deadline for its upload."""
         self.settle()
         uploader = self._uploader
         if uploader is not None:
@@ -173,7 +179,7 @@ class CheckpointWriter:
             dist.destroy_process_group(group)
 
     def _full_host(self, state: Shards) -> str:
-        """Text about a host whose free memory is less than the copies of its ranks; empty if there is none."""
+        """Message about a host with less free memory than its ranks' copies need; empty if all hosts have enough."""
         mine = (socket.gethostname(), self._staging.num_bytes(state), free_memory_bytes())
         needed, free = Counter[str](), dict[str, int]()
         for host, num_bytes, free_bytes in self._ranks.gather(mine):
@@ -188,9 +194,12 @@ class CheckpointWriter:
         return ""
 
     def _refusing_host(self, state: Shards) -> str:
-        """Take the memory for the copies on all ranks, or on none. Return a text about a refusing host, else empty.
+        """Allocate host memory for the copies on all ranks, or on no rank if a host refuses.
 
-        A limit of one process, such as `ulimit -v`, shows only once the memory is taken.
+        A limit per process, such as `ulimit -v`, takes effect only at the allocation.
+
+        Returns:
+            Message about a host that refuses the memory; empty if all ranks have memory.
         """
         refusal = ""
         try:
@@ -228,7 +237,7 @@ GIB = 1 << 30
 
 
 def free_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Host memory that processes may still take, of this machine or of its container if that has less.
+    """Free host memory in bytes, of this machine or of its container if the container has less.
 
     Source: https://docs.kernel.org/filesystems/proc.html, MemAvailable; https://docs.kernel.org/admin-guide/cgroup-v2.html,
     memory.max, memory.current, and inactive_file of memory.stat, which the kernel drops first.
@@ -243,6 +252,6 @@ def free_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/c
 
 
 def _numbers(file: Path, name: str) -> list[int]:
-    """Numbers in a file of the kernel, of the lines that begin with a name."""
+    """Read the numbers of a kernel file's lines that begin with a name."""
     lines = (line.split() for line in file.read_text(encoding="ascii").splitlines())
     return [int(words[1]) for words in lines if words[:1] == [name]]

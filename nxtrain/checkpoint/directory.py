@@ -1,4 +1,4 @@
-"""The `checkpoints` folder: names, discovery, the commit by rename, quarantine, retention."""
+"""Folder `checkpoints` of a run: names, discovery, atomic commit by rename, quarantine and retention."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ META = "meta.json"
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 VERIFIED = "verified"
-"""Empty file; marks a checkpoint that was read back from the disk and equals the bytes written."""
+"""Name of the empty file that marks a checkpoint as verified: read back from the disk without a difference."""
 LATEST = LATEST_FILE
-"""File with the name of the newest checkpoint, for people and scripts; no start relies on it."""
+"""File with the name of the newest checkpoint, for people and scripts; resume lists the folder instead."""
 
 MIN_VERIFIED = 2
 """Number of the newest verified checkpoints that are never deleted."""
 
 _COMMITTED = re.compile(r"step-\d{8,}")
 _TEMPORARY = re.compile(r"(tmp|old)-\w+")
-"""Suffix of a folder's name: `tmp` while it is written or deleted, `old` while it is replaced."""
+"""Suffix of a checkpoint folder's name: `tmp` during writing or deletion, `old` during replacement."""
 _CORRUPT = re.compile(r"step-\d{8,}\.corrupt(-\d+)?")
 _OWN = re.compile(r"step-\d{8,}(\.(corrupt|abandoned)[\w.-]*|\.tmp-\w+)?")
-"""Names that this module gives to folders, without `old`, which stays only after an interrupted replacement."""
+"""Folder names that this module creates, except `old`, which remains only after an interrupted replacement."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Number and steps of the checkpoints that stay.
+    """Retention rule: the checkpoints that are kept.
 
     Args:
-        keep: Number of the newest checkpoints that stay; 0: all.
-        keep_every: Steps that are multiples of this number stay; 0: no step stays for this reason.
+        keep: Number of newest checkpoints to keep; 0 for all.
+        keep_every: Also keep steps that are multiples of this number; 0 for none.
     """
 
     keep: int = 0
@@ -48,22 +48,22 @@ class Retention:
 
 
 def step_path(directory: Path, step: int) -> Path:
-    """Folder of the checkpoint of one step inside a `checkpoints` folder."""
+    """Path of the checkpoint of a step in a `checkpoints` folder."""
     return directory / f"step-{step:08d}"
 
 
 def step_names(steps: Iterable[int]) -> str:
-    """Names of the checkpoints of some steps, as text for a message."""
+    """Comma-separated checkpoint names of steps, for messages."""
     return ", ".join(step_path(Path(), step).name for step in steps)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """True if a folder is a complete checkpoint: `meta.json` is written last."""
+    """True if a folder is a complete checkpoint: it has `meta.json`, which is written last."""
     return (path / META).is_file()
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """Complete checkpoints of a `checkpoints` folder, oldest first; empty if the folder does not exist."""
+    """List the complete checkpoints of a `checkpoints` folder, oldest first; empty if the folder does not exist."""
     if not directory.is_dir():
         return []
     checkpoints = [path for path in directory.iterdir() if _COMMITTED.fullmatch(path.name) and is_checkpoint(path)]
@@ -71,9 +71,9 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def incomplete(directory: Path) -> list[Path]:
-    """Folders and links that have the name of a checkpoint, but no `meta.json`, oldest first.
+    """List folders and links with the name of a checkpoint but without `meta.json`, oldest first.
 
-    A write gives a folder this name only when the folder is complete, so something else removed the file.
+    A write gives a folder this name only once the folder is complete, so something else removed the file.
     """
     if not directory.is_dir():
         return []
@@ -82,10 +82,10 @@ def incomplete(directory: Path) -> list[Path]:
 
 
 def remnants(directory: Path) -> list[str]:
-    """Names in a `checkpoints` folder that prove that checkpoints of the folder are gone.
+    """List names in a `checkpoints` folder that show that checkpoints were lost.
 
-    Such names are the record of the newest checkpoint, files of a checkpoint outside its folder, and unknown names of
-    folders. Quarantined and abandoned checkpoints, and drafts of a killed write, do not count.
+    Such names are the record of a missing newest checkpoint, files of a checkpoint outside its folder, and renamed
+    checkpoint folders. Quarantined and abandoned checkpoints, and drafts of a killed write, do not count.
     """
     names: list[str] = []
     if not directory.is_dir():
@@ -99,7 +99,7 @@ def remnants(directory: Path) -> list[str]:
 
 
 def _names_lost(latest: Path) -> bool:
-    """True if the record of the newest checkpoint names one that is not present, quarantined or abandoned."""
+    """True if the recorded newest checkpoint is lost: neither present, nor quarantined, nor abandoned."""
     try:
         name = read_text(latest, errors="replace").strip()
     except OSError:
@@ -108,12 +108,16 @@ def _names_lost(latest: Path) -> bool:
 
 
 def newest(directory: Path) -> Path | None:
-    """Newest complete checkpoint of a `checkpoints` folder; None if the folder has none."""
+    """Return the newest complete checkpoint of a `checkpoints` folder; None if there is none."""
     return next(reversed(list_checkpoints(directory)), None)
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Find the checkpoint of a path: the path itself, or the newest one of a `checkpoints` folder or run folder."""
+    """Find a checkpoint: the path itself, or the newest checkpoint of a `checkpoints` folder or run folder.
+
+    Raises:
+        CheckpointError: There is no complete checkpoint.
+    """
     if is_checkpoint(path):
         return path
     checkpoint = newest(path) or newest(path / CHECKPOINTS_DIR)
@@ -126,7 +130,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def newer_unusable(checkpoint: Path) -> list[str]:
-    """Names of folders newer than a complete checkpoint that are incomplete or quarantined."""
+    """Names of incomplete and quarantined checkpoints that are newer than a complete checkpoint."""
     folder = checkpoint.parent
     if not _COMMITTED.fullmatch(checkpoint.name):
         return []
@@ -135,20 +139,20 @@ def newer_unusable(checkpoint: Path) -> list[str]:
 
 
 def step_of(path: Location) -> int:
-    """Step of a checkpoint in a `checkpoints` folder or a mirror; suffixes such as `.corrupt` are ignored."""
+    """Step number of a checkpoint, from its name; suffixes such as `.corrupt` are ignored."""
     return int(path.name.removeprefix("step-").partition(".")[0])
 
 
 def draft_of(path: Path) -> Path:
-    """New name for the draft of a folder that `publish` renames to `path`.
+    """Return a new path for the draft of a checkpoint, which `publish` renames to `path`.
 
-    Each call returns another name, so that a writer that was wrongly believed dead disturbs no other.
+    Each call returns another name, so a writer that is still alive by mistake cannot disturb a later writer.
     """
     return path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
 
 
 def prepare(path: Path, staged: Path | None = None) -> Path:
-    """Make an empty draft folder, and clean up after broken attempts."""
+    """Create an empty draft folder for a checkpoint, and delete drafts of interrupted writes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     clear(path.parent, path.name)
     staged = staged or draft_of(path)
@@ -157,7 +161,12 @@ def prepare(path: Path, staged: Path | None = None) -> Path:
 
 
 def clear(directory: Path, target: str = "") -> None:
-    """Remove drafts of broken attempts in a `checkpoints` folder, or those of a target; restore replaced folders."""
+    """Delete drafts of interrupted writes, and restore folders whose replacement was interrupted.
+
+    Args:
+        directory: Folder `checkpoints`.
+        target: Name of a folder whose drafts are also deleted, if it is not the name of a checkpoint.
+    """
     if not directory.is_dir():
         return
     for left in sorted(directory.iterdir()):
@@ -171,12 +180,12 @@ def clear(directory: Path, target: str = "") -> None:
 
 
 def discard(staged: Path) -> None:
-    """Remove a folder; on a failing disk, remove as many files as possible."""
+    """Delete a folder; errors of a failing disk are ignored, and as many files as possible are deleted."""
     shutil.rmtree(staged, ignore_errors=True)
 
 
 def publish(staged: Path, path: Path) -> None:
-    """Rename a draft to its final name, atomically; an older folder of the name is replaced."""
+    """Commit a draft: rename the folder to its final name atomically, and replace an older folder of that name."""
     sync_folder(staged)
     old = None
     if path.exists():
@@ -188,24 +197,29 @@ def publish(staged: Path, path: Path) -> None:
 
 
 def point_to(path: Path) -> None:
-    """Record a checkpoint as the newest of its folder, atomically."""
+    """Record a checkpoint as the newest in the file `latest`, atomically."""
     draft = path.with_name(f".{LATEST}")
     write_durably(draft, lambda file: file.write_text(path.name + "\n"))
     draft.replace(path.with_name(LATEST))
 
 
 def quarantine(path: Path) -> Path:
-    """Quarantine a damaged checkpoint: rename the folder so that no start resumes from it; return the new path."""
+    """Quarantine a damaged checkpoint: rename its folder so that no run resumes from it; return the new path."""
     return _add_suffix(path, "corrupt")
 
 
 def abandon(directory: Path, after: int, *, damaged: bool = False) -> list[int]:
-    """Rename the checkpoints after a step as abandoned: the run resumes at that step, and writes the names again.
+    """Rename the checkpoints after a step as abandoned, since the run resumes at that step and reuses their names.
 
-    With `damaged`, quarantined checkpoints too, since they belong to the abandoned part of the run. Return the steps of
-    the others.
+    Args:
+        directory: Folder `checkpoints`.
+        after: Step at which the run resumes.
+        damaged: Also rename quarantined checkpoints after the step.
+
+    Returns:
+        Steps of the abandoned checkpoints, without quarantined checkpoints.
     """
-    # The new checkpoint of its step would replace an incomplete one.
+    # Incomplete checkpoints too, since a new checkpoint of the step would replace them.
     later = [path for path in (*list_checkpoints(directory), *incomplete(directory)) if step_of(path) > after]
     renamed = list(later)
     if damaged:
@@ -222,17 +236,17 @@ def abandon(directory: Path, after: int, *, damaged: bool = False) -> list[int]:
 
 
 def quarantined(directory: Path) -> list[Path]:
-    """Quarantined checkpoints of a `checkpoints` folder."""
+    """List the quarantined checkpoints of a `checkpoints` folder."""
     return sorted(path for path in directory.glob("step-*") if _CORRUPT.fullmatch(path.name))
 
 
 def mark_verified(path: Path) -> None:
-    """Mark a checkpoint as read back and undamaged."""
+    """Mark a checkpoint as verified: read back from the disk and undamaged."""
     (path / VERIFIED).touch()
 
 
 def doomed(steps: list[int], verified: Container[int], retention: Retention) -> set[int]:
-    """Steps that retention deletes; `steps` has the oldest first."""
+    """Return the steps whose checkpoints retention deletes; `steps` must be ascending."""
     whole = [step for step in steps if step in verified]
     stay = {*steps[-retention.keep :], *whole[-MIN_VERIFIED:]}
     every = retention.keep_every
@@ -240,7 +254,13 @@ def doomed(steps: list[int], verified: Container[int], retention: Retention) -> 
 
 
 def prune(directory: Path, retention: Retention, in_use: Container[int] = ()) -> None:
-    """Delete the checkpoints of a `checkpoints` folder that retention does not keep."""
+    """Delete the checkpoints that the retention rule does not keep, except checkpoints in use.
+
+    Args:
+        directory: Folder `checkpoints`.
+        retention: Retention rule.
+        in_use: Steps of checkpoints that must stay, such as those being uploaded.
+    """
     checkpoints = {step_of(path): path for path in list_checkpoints(directory)}
     verified = {step for step, path in checkpoints.items() if (path / VERIFIED).exists()}
     for step in sorted(doomed([*checkpoints], verified, retention)):
@@ -258,6 +278,6 @@ def _add_suffix(path: Path, suffix: str) -> Path:
 
 
 def _set_aside(path: Path, kind: str) -> Path:
-    # Renamed before it is deleted: an interrupted plain delete would leave a folder that still looks complete. The new
-    # name is unique, and `clear` recognizes it.
+    # Renamed before deletion, since an interrupted deletion would leave a folder that looks complete. The new name is
+    # unique, and `clear` recognizes it.
     return path.rename(path.with_name(f"{path.name}.{kind}-{uuid.uuid4().hex[:8]}"))

@@ -1,4 +1,4 @@
-"""Loading: each rank reads the entries of its layout, whatever layout wrote the checkpoint."""
+"""Loading of checkpoints with resharding: each rank reads the entries of its layout, whatever layout wrote them."""
 
 from __future__ import annotations
 
@@ -22,16 +22,21 @@ from nxtrain.common.sharding import Layout
 
 
 def open_checkpoint(path: Location) -> tuple[Meta, CheckpointManifest]:
-    """Read a checkpoint's metadata and manifest."""
+    """Read a checkpoint's metadata and manifest.
+
+    Raises:
+        CheckpointError: The checkpoint is incomplete or of another version.
+        DamagedError: The metadata or the manifest is damaged.
+    """
     meta = read_meta(path)
     manifest = read_manifest(path)
     if zlib.crc32(content_of(path / MANIFEST)) != meta.manifest_crc32:
-        raise DamagedError(path / MANIFEST, "its content is not what was written")
+        raise DamagedError(path / MANIFEST, "its checksum does not match its content")
     return meta, manifest
 
 
 def whole_weights(manifest: CheckpointManifest) -> list[TensorShard]:
-    """Weights of a checkpoint, each as one shard."""
+    """List the weights of a checkpoint, each as one shard with the whole tensor."""
     weights = []
     for key, stored in manifest.tensors.items():
         kind, _, name = key.partition("/")
@@ -41,7 +46,7 @@ def whole_weights(manifest: CheckpointManifest) -> list[TensorShard]:
 
 
 def read_shards(path: Location, manifest: CheckpointManifest, targets: Mapping[TensorShard, Tensor]) -> None:
-    """Fill host tensors from a checkpoint, on this rank alone."""
+    """Fill host tensors from a checkpoint, on one rank without communication."""
     alone, action = Ranks(Mesh(1, 0)), f"cannot read {path}"
     _refuse_misfit(manifest, targets, (), alone, action)
     alone.on_all(lambda: fill_from_files((path,), manifest, targets), action)
@@ -56,15 +61,24 @@ def load(
     fallbacks: Sequence[Location] = (),
     on_damage: Callable[[DamagedError], None] = lambda damaged: None,
 ) -> Meta:
-    """Fill local tensors from a checkpoint, padding with zeros. Every rank calls this.
+    """Fill the local tensors of all ranks from a checkpoint, with zeros as padding. Every rank calls this.
 
-    Host tensors are filled in place, other tensors by way of the host. All bytes that are read are verified.
+    Host tensors are filled in place, and device tensors through host memory. The checksums of all read bytes are
+    verified.
 
     Args:
-        shards: Kind to parameter name to local tensor, on any device. Other kinds are not read.
-        ranks: All ranks of the run; None: those of the layout, over the default group.
+        path: Checkpoint.
+        shards: Local tensor on any device, by kind and parameter name. Other kinds are not read.
+        layout: Sharding of the local tensors.
+        ranks: All ranks of the run; None for the ranks of the layout, over the default group.
         fallbacks: Other locations of the same checkpoint, for blocks that are missing or damaged in `path`.
-        on_damage: Called with each damage in `path` that a fallback could replace.
+        on_damage: Function called with each damage in `path` that a fallback repaired.
+
+    Returns:
+        Metadata of the checkpoint.
+
+    Raises:
+        CheckpointError: The tensors do not fit, or cannot be read.
     """
     action, ranks = f"cannot load {path}", ranks or Ranks(layout.mesh)
     meta, manifest = ranks.on_leader(lambda: open_checkpoint(path), action)
@@ -104,7 +118,7 @@ def _refuse_misfit(
     ranks: Ranks,
     action: str,
 ) -> None:
-    """Refuse a checkpoint whose tensors differ from those that the ranks expect, before any tensor is read.
+    """Raise an error if names, shapes or types of a checkpoint's tensors differ from the wanted tensors of all ranks.
 
     Args:
         complete: Kinds that must match exactly: a stored tensor of these kinds that no rank wants is an error.
@@ -129,5 +143,5 @@ def _refuse_misfit(
 
 
 def _describe(shape: Sequence[int], dtype: torch.dtype) -> str:
-    """Text for a tensor's type and shape, such as `bfloat16 (512, 64)`."""
+    """Describe a tensor's type and shape for messages, such as `bfloat16 (512, 64)`."""
     return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"

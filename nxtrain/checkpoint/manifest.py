@@ -1,7 +1,7 @@
-"""Manifest of a checkpoint, `manifest.json`: its files, and the location of each tensor in them.
+"""Manifest of a checkpoint, `manifest.json`: its files, and the location of each tensor's shards in them.
 
-Every rank writes one file in the safetensors format. The header also holds the offsets of each shard. With them
-`HuggingFaceStorageReader` of `torch.distributed.checkpoint` can read a checkpoint without nxtrain.
+Every rank writes one safetensors file. The header of the file also has the offsets of each shard in the whole tensor,
+so `HuggingFaceStorageReader` of `torch.distributed.checkpoint` can read a checkpoint without nxtrain.
 
 Source: https://huggingface.co/docs/safetensors, "Format"; torch 2.9, torch/distributed/checkpoint/_hf_utils.py.
 """
@@ -37,25 +37,25 @@ CODES = {
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 _LENGTH = struct.Struct("<Q")
-"""Length of the header in bytes; the first field of the file."""
+"""Encoding of the first field of a safetensors file, the length of its header in bytes."""
 _ALIGNMENT_BYTES = 4096
-"""Alignment of the header to a sector of a disk, so that aligned memory can be written directly after it."""
+"""Alignment of the header's end to a disk sector, so that direct I/O can write tensors after it."""
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a box of entries in a whole tensor."""
+"""Offsets and sizes of a shard in the whole tensor, per dimension."""
 
 
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
 
 
 def file_of(rank: int) -> str:
-    """Name of the file that a rank writes."""
+    """Name of the file that a rank writes to a checkpoint."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def header(shards: Sequence[TensorShard]) -> tuple[bytes, list[int]]:
-    """Header of a rank's file, and the offset of each shard in the file. Shards are adjacent and in the given order."""
+    """Return the header of a rank's file, and the byte offset of each shard, which are adjacent in the given order."""
     by_key = {shard.key: shard for shard in shards}
     assert len(by_key) == len(shards), "two shards of one tensor in one file"
     saved = {key: {"saved_offsets": shard.block.offsets} for key, shard in by_key.items()}
@@ -68,7 +68,7 @@ def header(shards: Sequence[TensorShard]) -> tuple[bytes, list[int]]:
 
 
 def safetensors_header(shards: Mapping[str, TensorShard], about: Mapping[str, str], alignment_bytes: int) -> bytes:
-    """Header of a safetensors file of adjacent shards, by name, as the library of safetensors writes it."""
+    """Return the header of a safetensors file with adjacent shards, equal to that of the safetensors library."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
     end = 0
     for name, shard in shards.items():
@@ -80,17 +80,20 @@ def safetensors_header(shards: Mapping[str, TensorShard], about: Mapping[str, st
 
 
 Column = int | tuple[int, ...]
-"""One number for each shard of a tensor; a single number if all shards have the same number."""
+"""Numbers of a tensor's shards: one number per shard, or a single number if all are equal."""
 
 
 class TensorEntry(BaseModel):
-    """A whole tensor and its shards, stored by columns: a tensor may have thousands of shards.
+    """Entry of the manifest for one tensor: its type, its shape and the locations of its shards.
+
+    The shards are stored by columns, since a tensor may have thousands of shards.
 
     Args:
-        dtype: Type of the tensor, in the words of safetensors.
+        dtype: Type of the tensor, as safetensors names it.
+        shape: Shape of the whole tensor.
         ranks: Rank whose file holds each shard.
-        starts: Offset of each shard in the file, in bytes.
-        offsets, sizes: Boxes of the shards, a column for each dimension.
+        starts: Byte offset of each shard in its file.
+        offsets, sizes: Offsets and sizes of the shards in the whole tensor, one column per dimension.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -106,7 +109,7 @@ class TensorEntry(BaseModel):
     def of(
         dtype: str, shape: tuple[int, ...], ranks: Sequence[int], starts: Sequence[int], boxes: Sequence[Box]
     ) -> TensorEntry:
-        """Make an entry from the rank, offset in the file and box of each shard."""
+        """Make an entry from the rank, the byte offset and the box of each shard."""
         offsets: list[Column] = []
         sizes: list[Column] = []
         for dim in range(len(shape)):
@@ -122,7 +125,7 @@ class TensorEntry(BaseModel):
         )
 
     def parts(self, wanted: Sequence[Box] | None = None) -> Iterator[tuple[Box, str, int]]:
-        """Box, file and offset of each shard; with `wanted`, only of shards that overlap one of these boxes."""
+        """Iterate over shards as box, file and byte offset; with `wanted`, only shards that overlap a wanted box."""
         num = len(self.ranks)
         offsets = _matrix(self.offsets, num)
         sizes = _matrix(self.sizes, num)
@@ -136,7 +139,7 @@ class TensorEntry(BaseModel):
 
 
 class CheckpointManifest(BaseModel):
-    """All files and tensors of a checkpoint."""
+    """Manifest of a checkpoint: checksums of its files, and entries of its tensors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -146,15 +149,15 @@ class CheckpointManifest(BaseModel):
     @field_validator("files")
     @classmethod
     def _lie_in_the_folder(cls, files: dict[str, FileDigest]) -> dict[str, FileDigest]:
-        """Refuse names outside of the checkpoint's folder; a mirror would copy such files."""
+        """Refuse file names outside of the checkpoint's folder, since a mirror would copy such files."""
         for name in files:
             if not _FILE.fullmatch(name):
-                raise ValueError(f"{name!r} is no name of a rank's file")
+                raise ValueError(f"{name!r} is not the name of a rank's file, such as rank-00000.safetensors")
         return files
 
     @property
     def num_bytes(self) -> int:
-        """Size of all files in bytes."""
+        """Size of all files of the checkpoint in bytes."""
         return sum(file.num_bytes for file in self.files.values())
 
 
@@ -165,14 +168,19 @@ def _column(numbers: Sequence[int]) -> Column:
 
 
 def _matrix(columns: Sequence[Column], num_rows: int) -> np.ndarray:
-    """Columns side by side, each repeated to the number of rows if the column is a single number."""
+    """Stack columns to a (rows, columns) array; a column with a single number is repeated."""
     if not columns:
         return np.zeros((num_rows, 0), np.int64)
     return np.stack([np.broadcast_to(np.asarray(column, np.int64), num_rows) for column in columns], axis=1)
 
 
 def read_manifest(path: Location) -> CheckpointManifest:
-    """Read the manifest of a checkpoint."""
+    """Read the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+        DamagedError: The file is damaged.
+    """
     file = path / MANIFEST
     try:
         return CheckpointManifest.model_validate_json(unsteady.read(lambda: content_of(file), file))
@@ -182,4 +190,4 @@ def read_manifest(path: Location) -> CheckpointManifest:
             raise damaged from error
         raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
     except ValidationError as error:
-        raise DamagedError(file, f"it is no manifest: {error.errors()[0]['msg']}") from error
+        raise DamagedError(file, f"it is not a valid manifest: {error.errors()[0]['msg']}") from error

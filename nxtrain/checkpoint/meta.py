@@ -1,6 +1,6 @@
-"""Metadata of a checkpoint, `meta.json`; written last, so that its presence marks a complete checkpoint.
+"""Metadata of a checkpoint, `meta.json`, which is written last and so marks a complete checkpoint.
 
-The file holds a checksum of the manifest, and one of itself. The manifest holds the checksums of all tensor files.
+The file has a checksum of the manifest and a checksum of itself. The manifest has the checksums of all tensor files.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _DIGEST_BYTES = 16
 
 
 class Meta(BaseModel):
-    """State of a run that is not a tensor, and the description of the model."""
+    """Metadata of a checkpoint: progress of the run, model configuration, and fingerprints of data and code."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     format: int = FORMAT
-    """Version of the layout of checkpoints."""
+    """Version of the checkpoint format."""
     step: int
-    """Number of finished updates."""
+    """Number of finished optimizer updates."""
     samples: int
-    """Sequences consumed by the updates: the position at which the data resumes."""
+    """Sequences consumed so far: the position at which the data resumes."""
     tokens: int
-    """Target tokens consumed by the updates."""
+    """Target tokens consumed so far."""
     global_batch: int = 0
-    """Sequences of an update, after the stages of a ramp; 0 if no update was made."""
+    """Sequences per update after the stages of `train.batch_ramp`; 0 if no update was made."""
     batch_ramp: tuple[dict[str, int], ...] = ()
     """Stages of the ramp of the global batch, see `train.batch_ramp`."""
     seq_ramp: tuple[dict[str, int], ...] = ()
@@ -46,61 +46,63 @@ class Meta(BaseModel):
     seed: int
     """Seed of the run."""
     family: str
-    """Model family."""
+    """Name of the model family."""
     config: dict[str, Any]
-    """The family's configuration."""
+    """Configuration of the model."""
     adapter: dict[str, Any] = {}
-    """Keys of [finetune] that shape the adapters, which are all that the checkpoint holds; empty for whole models."""
+    """Keys of [finetune] that define the adapters, if the checkpoint holds adapters only; empty for whole models."""
     base: str = ""
-    """Folder of the frozen weights next to adapters."""
+    """Folder of the frozen base weights of adapters; empty for whole models."""
     base_fingerprint: str = ""
-    """Identity of the frozen weights."""
+    """Fingerprint of the frozen base weights; empty for whole models."""
     dtype: str
     """Type of the parameters, by torch's name."""
     state_dtype: str = "float32"
     """Type of the optimizer's running means, by torch's name."""
     loss_scale: dict[str, float] = {}
-    """Scale of fp16 gradients, the steps since it changed, and the number of updates; empty for other types."""
+    """fp16 loss scale, the steps since its last change, and the number of updates; empty for other types."""
     data_cursor: dict[str, Any] = {}
-    """Position at which data that is packed while consumed resumes, see `nxtrain.data.stream_loader`; else empty."""
+    """Position at which a stream of documents resumes, see `nxtrain.data.stream_loader`; empty for other data."""
     rewarm_after: int | None = None
-    """Step after which optim.rewarm_steps raise the learning rate again; None: nowhere."""
+    """Step after which the learning rate is warmed up again for `optim.rewarm_steps`; None for no rewarming."""
     data_fingerprint: str = ""
-    """Identity of the data."""
+    """Fingerprint of the training data."""
     shuffle: bool | None = None
-    """True if the rows were shuffled; None if unknown."""
+    """True if the rows of the data were shuffled; None if unknown."""
     settings: dict[str, Any] = {}
-    """Other configuration values that determine the training trajectory, by key; empty if unknown. Of converted weights
-    without a tokenizer, ids of special tokens by file of Hugging Face. Readers ignore unknown keys."""
+    """Other configuration values that determine the training trajectory, by key; empty if unknown.
+
+    For converted weights without a tokenizer, ids of special tokens by Hugging Face file. Readers ignore unknown keys.
+    """
     tokenizer_fingerprint: str = ""
-    """Identity of the tokenizer; empty if the data named none."""
+    """Fingerprint of the tokenizer; empty if the data names no tokenizer."""
     end_of_text: str = ""
-    """The tokenizer's token that ends a document; empty if unknown."""
+    """Token of the tokenizer that ends a document; empty if unknown."""
     config_fingerprint: str = ""
-    """Identity of the configuration."""
+    """Fingerprint of the configuration."""
     code_fingerprint: str = ""
-    """Identity of the code of the run."""
+    """Fingerprint of the run's code."""
     manifest_crc32: int = 0
     """Checksum of the manifest; filled in by `save`."""
     stability: dict[str, Any] = {}
-    """State of the detector of spikes and divergence, `nxtrain.metrics.stability`."""
+    """State of the detector of loss spikes and divergence, see `nxtrain.metrics.stability`."""
     mesh: dict[str, int] = {}
     """Parallel degrees of the run that wrote the checkpoint, by axis; filled in by `save`."""
     kinds: tuple[str, ...] = ()
     """Kinds of tensors in the checkpoint; filled in by `save`."""
 
     def model(self) -> tuple[ModelFamily, ModelConfig]:
-        """Family and configuration of the model."""
+        """Return the family and the configuration of the model."""
         family = find_family(self.family)
         return family, family.config_type.model_validate(self.config)
 
     def sealed(self) -> str:
-        """Text of `meta.json`, with its checksum."""
+        """Return the content of `meta.json`, with its checksum."""
         return _seal(self.model_dump(mode="json"))
 
 
 def fingerprint(parts: Iterable[bytes]) -> str:
-    """Hash of a sequence of byte strings; their order and their bounds count."""
+    """Hash a sequence of byte strings; the hash depends on their order and on their boundaries."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -108,7 +110,12 @@ def fingerprint(parts: Iterable[bytes]) -> str:
 
 
 def read_meta(path: Location) -> Meta:
-    """Read the `meta.json` of a checkpoint."""
+    """Read the `meta.json` of a checkpoint.
+
+    Raises:
+        CheckpointError: The file cannot be read, or has another format.
+        DamagedError: The file is damaged.
+    """
     file = path / META
     try:
         text = unsteady.read(lambda: content_of(file), file).decode()
@@ -118,14 +125,14 @@ def read_meta(path: Location) -> Meta:
             raise damage(file, error) from error
         raise CheckpointError(f"{path} is not a complete checkpoint: cannot read {META}: {error.strerror}") from error
     except (RecursionError, ValueError) as error:
-        raise DamagedError(file, f"it is no JSON: {cause_of(error)}") from error
+        raise DamagedError(file, f"it is not valid JSON: {cause_of(error)}") from error
     if not isinstance(content, dict) or "format" not in content:
-        raise DamagedError(file, "it tells no format")
+        raise DamagedError(file, "it has no key format")
     if content["format"] != FORMAT and _SEAL not in content:
         raise CheckpointError(f"{file} has format {content['format']}; this nxtrain reads format {FORMAT}")
     content.pop(_SEAL, None)
     if text != _seal(content):
-        raise DamagedError(file, "its content is not what was written")
+        raise DamagedError(file, "its checksum does not match its content")
     if content["format"] != FORMAT:
         raise CheckpointError(f"{file} has format {content['format']}; this nxtrain reads format {FORMAT}")
     try:

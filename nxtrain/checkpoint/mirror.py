@@ -1,6 +1,6 @@
-"""Mirror of a run's checkpoints, in a folder or in object storage, which outlives the disks of nodes.
+"""Mirror of a run's checkpoints in a folder or in object storage, which survives the loss of nodes.
 
-A mirrored checkpoint is complete when it has a `meta.json`, which is written last and deleted first. Files are verified
+A mirrored checkpoint is complete if it has `meta.json`, which is written last and deleted first. Files are verified
 during the upload.
 """
 
@@ -21,15 +21,15 @@ from nxtrain.common.io.object_store import Location, ObjectStore, content_of, lo
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
 
 _CORRUPT = "meta.corrupt.json"
-"""Name of `meta.json` in a quarantined checkpoint."""
+"""New name of `meta.json` in a quarantined checkpoint of the mirror."""
 _ABANDONED = "meta.abandoned.json"
-"""Name of `meta.json` in a checkpoint that is not part of the run after a rewind."""
+"""New name of `meta.json` in a checkpoint of the mirror that a rewind abandoned."""
 _FOLDER = re.compile(r"step-(\d{8,})")
 _STEP = re.compile(r"step-(\d{8,})/([^/]+)")
 
 
 class Mirror:
-    """Checkpoints of an object store."""
+    """Mirror of checkpoints in an object store: uploads, quarantine, retention and rewinds."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
@@ -38,25 +38,25 @@ class Mirror:
         return str(self.store.root)
 
     def folder(self, step: int) -> Location:
-        """Folder of a step."""
+        """Location of a step's checkpoint in the mirror."""
         return self.store.root / _folder(step)
 
     def check(self) -> None:
-        """Check that files can be added and removed."""
+        """Check that files can be written to the mirror and deleted from it."""
         name = f".nxtrain-{uuid.uuid4().hex[:8]}/check"
         self.store.put(name, b"nxtrain")
         self.store.delete([name])
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, oldest first."""
+        """List the steps of the mirror's complete checkpoints, oldest first."""
         return sorted(step for step, names in self._files().items() if directory.META in names)
 
     def spoilt(self) -> list[str]:
-        """Locations of the quarantined checkpoints."""
+        """List the locations of the mirror's quarantined checkpoints."""
         return [str(self.folder(step)) for step, names in sorted(self._files().items()) if _CORRUPT in names]
 
     def remnants(self) -> list[str]:
-        """Locations of incomplete checkpoints, unless there is only the one that a killed upload leaves."""
+        """List the locations of incomplete checkpoints that show a loss; a single one may be an interrupted upload."""
         marks = {directory.META, _CORRUPT, _ABANDONED}
         incomplete = {step: names for step, names in sorted(self._files().items()) if not names & marks}
         if len(incomplete) == 1 and not any(directory.MANIFEST in names for names in incomplete.values()):
@@ -64,28 +64,28 @@ class Mirror:
         return [str(self.folder(step)) for step in incomplete]
 
     def begin(self, step: int) -> None:
-        """Prepare the upload of a checkpoint: remove an older version of the step, and incomplete other steps."""
+        """Prepare the upload of a checkpoint: delete an older version of the step, and incomplete checkpoints."""
         for other, names in self._files().items():
             if other == step or not names & {directory.META, _CORRUPT, _ABANDONED}:
                 self._remove(other, names)
 
     def add(self, step: int, file: Path, stored: FileDigest) -> None:
-        """Copy a rank's file."""
+        """Upload a rank's file of a checkpoint."""
         self.store.upload(f"{_folder(step)}/{file.name}", file, stored)
 
     def finish(self, step: int, checkpoint: Path) -> None:
-        """Complete a checkpoint, after all files of ranks: copy the tokenizer, the manifest and `meta.json`."""
+        """Complete the upload of a checkpoint: copy the tokenizer, the manifest and `meta.json`, in this order."""
         for name in (directory.TOKENIZER, directory.MANIFEST, directory.META):
             if (checkpoint / name).exists():
                 self.store.put(f"{_folder(step)}/{name}", content_of(checkpoint / name))
 
     def quarantine(self, step: int) -> str:
-        """Quarantine a damaged checkpoint, so that no start resumes from it; return its location."""
+        """Quarantine a damaged checkpoint of the mirror, so that no run resumes from it; return its location."""
         self._rename(step, directory.META, _CORRUPT)
         return str(self.folder(step))
 
     def abandon(self, after: int, *, damaged: bool = False) -> list[int]:
-        """Mark the checkpoints after a step as abandoned; see `directory.abandon`."""
+        """Mark the mirror's checkpoints after a step as abandoned; see `directory.abandon`."""
         marks = {directory.META}
         if damaged:
             marks.add(_CORRUPT)
@@ -96,7 +96,7 @@ class Mirror:
         return [step for step, names in files.items() if directory.META in names]
 
     def prune(self, retention: directory.Retention) -> None:
-        """Delete the checkpoints that retention does not keep; see `directory.doomed`."""
+        """Delete the mirror's checkpoints that the retention rule does not keep; see `directory.doomed`."""
         files = self._files()
         whole = sorted(step for step, names in files.items() if directory.META in names)
         for step in sorted(directory.doomed(whole, whole, retention)):
@@ -115,20 +115,26 @@ class Mirror:
         return files
 
     def _remove(self, step: int, names: set[str]) -> None:
-        # In two requests: if the second is not sent, no remainder looks complete.
+        # In two requests: if the second fails, the remaining files do not look complete.
         if directory.META in names:
             self.store.delete([f"{_folder(step)}/{directory.META}"])
         self.store.delete([f"{_folder(step)}/{name}" for name in sorted(names - {directory.META})])
 
 
 def locate_checkpoint(address: str | Path) -> Location:
-    """Find the checkpoint at a path or an address, which may also be a mirror or a run folder."""
+    """Find a checkpoint by a path or an address: a checkpoint, a mirror or a run folder.
+
+    Raises:
+        CheckpointError: There is no complete checkpoint.
+    """
     location = location_of(str(address))
     if isinstance(location, Path):
         try:
             return directory.find_checkpoint(location)
         except OSError as error:
-            raise CheckpointError(f"cannot read {location}: {error.strerror}; check the path and its rights") from error
+            raise CheckpointError(
+                f"cannot read {location}: {error.strerror}; check the path and its permissions"
+            ) from error
     if (location / directory.META).is_file():
         return location
     for folder in (location, location / CHECKPOINTS_DIR):
@@ -140,7 +146,7 @@ def locate_checkpoint(address: str | Path) -> Location:
 
 
 def choice_of(address: str | Path, checkpoint: Location) -> str:
-    """Warning if `locate_checkpoint` passed over newer checkpoints; else empty."""
+    """Warning if `locate_checkpoint` skipped newer checkpoints that are incomplete or damaged; else empty."""
     asked = location_of(str(address))
     if not isinstance(checkpoint, Path) or is_same(asked, checkpoint):
         return ""
@@ -151,7 +157,7 @@ def choice_of(address: str | Path, checkpoint: Location) -> str:
 
 
 def step_in(root: Location, checkpoint: Location) -> int | None:
-    """Step of a checkpoint if the `checkpoints` folder or mirror `root` holds it; else None."""
+    """Return the step of a checkpoint if it is in the `checkpoints` folder or mirror `root`; else None."""
     match = _FOLDER.fullmatch(checkpoint.name)
     if match is None:
         return None
@@ -165,26 +171,26 @@ def step_in(root: Location, checkpoint: Location) -> int | None:
 
 
 def is_same(one: Location, other: Location) -> bool:
-    """True if two locations are the same, after their links are resolved."""
+    """True if two locations are equal after symbolic links are resolved."""
     if isinstance(one, Path) and isinstance(other, Path):
         return one.resolve() == other.resolve()
     return one == other
 
 
 TIMEOUT_S = 24 * 3600.0
-"""Seconds that ranks wait for each other while a rank may use a mirror. A slow mirror is not a hang."""
+"""Time limit, in seconds, for waits of ranks while another rank uses a mirror, since a slow mirror is not a hang."""
 
 
 @dataclass(frozen=True)
 class Mirrored:
-    """Mirror of a run, and the ranks with their copies of the mirrored folder, which may differ by node."""
+    """Mirror of a run, and the storage scope of the mirrored folder: shared by nodes, or on separate disks."""
 
     mirror: Mirror
     scope: StorageScope
 
 
 def open_mirrored(address: str, folder: Path, ranks: Ranks, local_rank: int) -> Mirrored:
-    """Open a mirror on every node, and find the nodes that share the mirrored folder. Every rank calls this."""
+    """Open a mirror on all ranks, and detect the nodes that share the mirrored folder. Every rank calls this."""
     opened: list[Mirror] = []
 
     def reach() -> None:
@@ -199,7 +205,18 @@ def open_mirrored(address: str, folder: Path, ranks: Ranks, local_rank: int) -> 
 def copy(
     mirror: Mirror, path: Path, written: Mapping[str, FileDigest], retention: directory.Retention, ranks: Ranks
 ) -> str:
-    """Copy the files that this rank wrote to the mirror; every rank calls this. Return the reason of a failure."""
+    """Upload a checkpoint to the mirror, each rank its own files. Every rank calls this.
+
+    Args:
+        mirror: Mirror of the run.
+        path: Checkpoint.
+        written: Checksums of the files that this rank wrote, by name.
+        retention: Retention rule of the mirror.
+        ranks: All ranks of the run.
+
+    Returns:
+        Reason of a failure; empty if the checkpoint is in the mirror.
+    """
     step, failure = directory.step_of(path), f"cannot copy {path.name} to {mirror}"
 
     def add() -> None:
@@ -220,10 +237,10 @@ def copy(
 
 
 def _find_scope(folder: Path, ranks: Ranks, local_rank: int) -> StorageScope:
-    """Find the nodes that share a folder.
+    """Detect the nodes that share a folder.
 
-    The first rank of each node makes a file named after its rank. The lowest rank whose file a rank can open leads its
-    folder. Files are opened by name, for which a network file system asks its server; a listing may come from a cache.
+    The first rank of each node creates a file with its rank in the name. A rank's leader is the lowest rank whose file
+    it can open. Files are opened by name, since a network file system may serve a listing from a cache.
     """
     failure = f"cannot write in {folder}"
     sign = ranks.on_leader(lambda: f".disk-{uuid.uuid4().hex[:8]}-", failure)

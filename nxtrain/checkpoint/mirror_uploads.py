@@ -1,6 +1,6 @@
-"""Uploads of a run's checkpoints to its mirror, one after the other, while training goes on.
+"""Uploads of a run's checkpoints to its mirror, one at a time, in the background of training.
 
-Only the end of a run waits for uploads, and for a bounded time. A checkpoint counts as saved without its upload.
+Only the end of a run waits for uploads, up to a deadline. A checkpoint counts as saved before its upload.
 """
 
 from __future__ import annotations
@@ -20,14 +20,20 @@ from nxtrain.common.io.checksummed_file import FileDigest, transferred
 from nxtrain.common.process.background import BackgroundTask
 
 EXCHANGE_S = 0.5
-"""Longest pause, in seconds, between two exchanges of the progress of all ranks."""
+"""Longest interval, in seconds, between exchanges of upload progress among ranks."""
 
 _THREAD = "nxtrain-mirror"
 
 
 @dataclass(frozen=True)
 class UploadDeadline:
-    """Limits of the wait for uploads: without progress, in all, and after a request to stop, on any rank."""
+    """Time limits, in seconds, of the wait for uploads.
+
+    Args:
+        stall_s: Limit without progress on any rank.
+        total_s: Limit of the whole wait.
+        after_stop_s: Limit after a request to stop on any rank.
+    """
 
     stall_s: float
     total_s: float = float("inf")
@@ -36,19 +42,19 @@ class UploadDeadline:
 
 @dataclass(frozen=True)
 class UploadOutcome:
-    """Result of uploading one checkpoint; `problem` is empty if it was uploaded."""
+    """Result of the upload of one checkpoint; `problem` is empty on success."""
 
     step: int
     problem: str = ""
 
 
 class MirrorUploader:
-    """Uploads checkpoints to the mirror. Every rank makes one, and offers the same checkpoints in one order."""
+    """Uploader of checkpoints to the mirror; every rank creates one, and offers the same checkpoints in order."""
 
     def __init__(self, mirror: Mirror, retention: Retention, ranks: Ranks) -> None:
         self._mirror, self._retention = mirror, retention
         self._ranks = ranks
-        # One thread adds and another takes, each in one step of the interpreter.
+        # One thread appends and another pops, each in one atomic operation of the interpreter.
         self._started: deque[tuple[int, BackgroundTask[str]]] = deque()
         self._ended: deque[UploadOutcome] = deque()
         self._last: BackgroundTask[str] | None = None
@@ -56,17 +62,17 @@ class MirrorUploader:
 
     @property
     def underway(self) -> list[int]:
-        """Steps whose files an upload still reads."""
+        """Steps of checkpoints whose upload is not finished."""
         return [step for step, task in tuple(self._started) if not task.done]
 
     def offer(self, path: Path, written: Mapping[str, FileDigest], ranks: Ranks) -> None:
-        """Upload a checkpoint; every rank calls this after the commit.
+        """Start the upload of a committed checkpoint, or queue the checkpoint. Every rank calls this after the commit.
 
-        A checkpoint waits while an earlier upload is under way. The next offer replaces a waiting checkpoint; the end
-        of the run uploads it.
+        A checkpoint is queued while an earlier upload is running. A later offer replaces the queued checkpoint. At the
+        end of the run, the queued checkpoint is uploaded.
         """
         task = BackgroundTask(_THREAD, partial(self._upload, path, written, self._last))
-        # The leader's upload ends last.
+        # The leader's upload finishes last.
         waits = ranks.on_leader(lambda: bool(self.underway), "cannot ask for the copy before")
         if self._waiting is not None:
             self._ended.append(UploadOutcome(self._waiting[0], "the copy of one before it took too long"))
@@ -75,7 +81,7 @@ class MirrorUploader:
             self._start_waiting()
 
     def poll(self) -> list[UploadOutcome]:
-        """Uploads that ended since the last call; never waits."""
+        """Return the results of uploads that ended since the last call, without waiting."""
         while self._started and self._started[0][1].done:
             step, task = self._started.popleft()
             self._ended.append(UploadOutcome(step, task.result()))
@@ -88,7 +94,17 @@ class MirrorUploader:
         heartbeat: Callable[[], None] = lambda: None,
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Wait for all uploads, and return True if all ended; every rank calls this, and all ranks return together."""
+        """Wait for all uploads until a deadline. Every rank calls this, and all ranks return together.
+
+        Args:
+            deadline: Time limits of the wait.
+            ranks: All ranks of the run.
+            heartbeat: Function called regularly during the wait.
+            stop_requested: Function that returns True after a request to stop the run.
+
+        Returns:
+            True if all uploads ended; False at the deadline.
+        """
         self._start_waiting()
         began = moved = time.monotonic()
         limit = began + deadline.total_s
@@ -128,5 +144,5 @@ class MirrorUploader:
 
 
 def are_underway() -> bool:
-    """True if this process still uploads; the end of the process must not wait for uploads."""
+    """True if this process is still uploading; the end of the process must not wait for uploads."""
     return any(thread.name == _THREAD for thread in threading.enumerate())

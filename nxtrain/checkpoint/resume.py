@@ -1,4 +1,4 @@
-"""Resume of a run: a survey of its checkpoints, one decision, and the acts that the decision asks for."""
+"""Resume of a run: survey of its checkpoints, decision, and execution of the decision."""
 
 from __future__ import annotations
 
@@ -22,9 +22,17 @@ from nxtrain.config.schema import RunConfig
 
 
 class ResumePlanner:
-    """Finds the checkpoint to resume from; quarantines damaged checkpoints, and abandons checkpoints after a rewind.
+    """Planner that finds the checkpoint to resume from, quarantines damage, and abandons checkpoints in a rewind.
 
-    Every rank makes one planner, and makes the same calls. A restart is that of the same command in the same job.
+    Every rank creates one planner, and makes the same calls.
+
+    Args:
+        config: Configuration of the run.
+        mirrored: Mirror of the run; None without a mirror.
+        ranks: All ranks of the run.
+        print_line: Function that prints a log line.
+        restarted: The job restarts the same command on this rank.
+        job: Name of the scheduler's or agent's job.
     """
 
     def __init__(
@@ -45,7 +53,7 @@ class ResumePlanner:
         self._ranks = ranks
         self._print_line = print_line
         self._printed = set[str]()
-        # One restarted rank is enough: an agent that replaces another one has made no earlier start itself.
+        # One restarted rank is enough, since a replacement agent has had no earlier start.
         answers = ranks.gather((restarted, job))
         is_restart = any(is_restarted for is_restarted, _ in answers)
         self._request = ResumeRequest(config.checkpoint.resume, is_restart, job=answers[0][1])
@@ -56,16 +64,19 @@ class ResumePlanner:
 
     @property
     def is_own(self) -> bool:
-        """True if the run resumes from its own newest checkpoint, and damaged ones are quarantined.
+        """True if the run resumes from its own newest checkpoint; damaged checkpoints are then quarantined.
 
-        False if the run starts from another run's checkpoint, or rewinds on purpose.
+        False if the run starts from another run's checkpoint, or rewinds.
         """
         return self._resume.is_own
 
     def rewind(self, last: int) -> None:
-        """Abandon the checkpoints after a step in all locations, and record the rewind; called before `choose`.
+        """Abandon the checkpoints after a step in all locations, and record the rewind. Call this before `choose`.
 
-        The record keeps the last request, which a restart does not repeat.
+        The record repeats the last request, so a restart does not carry out that request again.
+
+        Args:
+            last: Last step that remains part of the run.
         """
         records = self._records
         if records.conflict(self._locations.folder, self._locations.root, takes_over=False):
@@ -79,7 +90,11 @@ class ResumePlanner:
         self._records = write_records(records, record, self._locations)
 
     def choose(self) -> tuple[Location, ...]:
-        """Choose the checkpoint to resume from: its location, then its fallbacks; empty: start from scratch."""
+        """Choose the checkpoint to resume from; return its location, then its fallbacks; empty to start from scratch.
+
+        Raises:
+            CheckpointError: There is no usable checkpoint, or the locations belong to different runs.
+        """
         while True:
             survey = take_survey(self._locations, self._records, self._request, self._unread, self._rejected)
             self._resume = decide(survey, self._request)
@@ -87,9 +102,9 @@ class ResumePlanner:
                 return self._sources
 
     def quarantine(self, error: DamagedError) -> str:
-        """Quarantine the chosen checkpoint, which is damaged, and return a message.
+        """Quarantine the chosen checkpoint after damage was found; return a log message.
 
-        An unreadable checkpoint keeps its name, and the previous checkpoint is tried.
+        A checkpoint that cannot be read is skipped without a quarantine, and the previous checkpoint is tried.
         """
         path, there = self._sources[0], self._locations.mirror
         step, failure = directory.step_of(path), f"cannot put aside {path.name}"
@@ -114,9 +129,9 @@ class ResumePlanner:
         return f"step {step} is put aside on disks and in {there}, and the one before it is tried"
 
     def begin(self) -> None:
-        """Start from the chosen checkpoint, after it was loaded: abandon later checkpoints, then record the rewind.
+        """Finish the resume once the chosen checkpoint is loaded: abandon later checkpoints, then record the rewind.
 
-        The record comes last: if the start is interrupted before it, a restart rewinds again.
+        The record is written last, so a restart after an interruption rewinds again.
         """
         resume = self._resume
         assert resume.record is not None, "a checkpoint, or a start from scratch, was chosen"
@@ -131,7 +146,7 @@ class ResumePlanner:
         return self._resume.sources.get(self._locations.scope.leader, ())
 
     def _prepare(self, resume: Resume) -> bool:
-        """Act on a decision before its checkpoint is loaded; return False if another survey must follow."""
+        """Execute the part of a decision that precedes the load; return False if another survey must follow."""
         for line in resume.lines:
             if line not in self._printed:
                 self._print_line(line)
@@ -147,7 +162,7 @@ class ResumePlanner:
             self._quarantine(resume.quarantine)
             return False
         if resume.repeated is not None:
-            # The other records must not lose their information about missed rewinds.
+            # Records of locations that missed a rewind must keep the information that they missed it.
             current = self._records.up_to_date
             self._records = write_records(self._records, resume.repeated, self._locations, only=current)
         return resume.upload is None or self._upload(resume.upload)
@@ -159,7 +174,7 @@ class ResumePlanner:
             self._print_line(f"{why}: put aside as abandoned, since no part of it any more: {names}")
 
     def _quarantine(self, damaged: Mapping[int, Mapping[int, DamagedError]]) -> None:
-        """Quarantine damaged checkpoints, but pass over unreadable ones."""
+        """Quarantine damaged checkpoints, and skip checkpoints that cannot be read."""
 
         def hold(where: int) -> None:
             for error in damaged.get(where, {}).values():
@@ -182,7 +197,7 @@ class ResumePlanner:
                 self._print_line(f"{error}; {effect}")
 
     def _upload(self, upload: Upload) -> bool:
-        """Copy a version to the mirror; False: a file of the version is damaged."""
+        """Copy a checkpoint to the mirror; return False if one of its files is damaged."""
         mirror, scope = self._locations.mirror, self._locations.scope
         step = upload.version[0]
         assert mirror is not None
@@ -212,7 +227,7 @@ class ResumePlanner:
             self._print_line(f"WARNING: {error}; step {step} is not in {mirror}, so that the one before it is tried")
             self._rejected |= {upload.version}
             return False
-        # A later failure is not damage, and ends the start: an earlier step would abandon this checkpoint.
+        # A later failure is not damage, and ends the start, since resuming from an earlier step would abandon this one.
         self._ranks.on_leader(lambda: mirror.begin(step), failure)
         self._ranks.on_all(add, failure)
         scope.on_each(finish, failure)

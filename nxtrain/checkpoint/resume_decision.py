@@ -1,4 +1,4 @@
-"""Decision from which checkpoint a run resumes: a pure function of a survey of all locations."""
+"""Decision about the checkpoint from which a run resumes: a pure function of the survey of all locations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from nxtrain.common.io.object_store import Location
 
 @dataclass(frozen=True)
 class Upload:
-    """Copy of a version to the mirror, needed when no node can read the disks of the others."""
+    """Upload of a checkpoint version to the mirror, needed if nodes cannot read each other's disks.
+
+    Args:
+        version: Step and manifest checksum of the checkpoint.
+        senders: Names of the files that each disk's leader uploads.
+        finisher: Leader that uploads the manifest and `meta.json`.
+    """
 
     version: Version
     senders: Mapping[int, tuple[str, ...]]
@@ -24,17 +30,19 @@ class Upload:
 
 @dataclass(frozen=True)
 class Resume:
-    """Decision about a start, with its fields in the order of their execution.
+    """Decision about the resume of a run, with the fields in the order of execution.
 
     Args:
-        error: Error with which the start fails; None: the start goes on.
-        catch_up: The last step that stays, by location that missed a rewind; then another survey follows.
-        quarantine: Damaged checkpoints by location and step; then another survey follows.
-        repeated: Record of a repeated request, for the locations that have seen all rewinds.
-        sources: Locations of the checkpoint for each disk's ranks, by leader; all but the first are fallbacks. Empty:
-            the run starts from scratch.
+        lines: Log lines to print.
+        error: Error with which the start fails; None if the start continues.
+        catch_up: Last step to keep, by location that missed a rewind; another survey follows.
+        quarantine: Damaged checkpoints by location and step; another survey follows.
+        repeated: Record of a repeated rewind request, for the locations that recorded all rewinds.
+        upload: Upload to the mirror before the load; None if none is needed.
+        sources: Locations of the checkpoint for the ranks of each disk, by leader; the first is read, and others are
+            fallbacks. Empty if the run starts from scratch.
         is_own: The run resumes from its own newest checkpoint; damaged checkpoints are quarantined.
-        abandon: The last step that stays, by location, once the state is loaded.
+        abandon: Last step to keep, by location, once the state is loaded.
         record: Record to write to all locations after the load.
     """
 
@@ -51,7 +59,7 @@ class Resume:
 
 
 def decide(survey: ResumeSurvey, request: ResumeRequest) -> Resume:
-    """Decide about a start; the decision is equal on all ranks."""
+    """Decide from which checkpoint a run resumes; all ranks make the same decision."""
     records = survey.records
     goes_on = request.goes_on(records.newest)
     if isinstance(survey.requested, NxtrainError) and not goes_on:
@@ -65,16 +73,16 @@ def decide(survey: ResumeSurvey, request: ResumeRequest) -> Resume:
     if request.is_restart and records.damaged:
         return Resume(
             error=CheckpointError(
-                f"{records.damaged[0]}; it would tell whether the run went back as checkpoint.resume={request.resume} "
-                "says, or is still to. Start it anew with the same to go back, or with checkpoint.resume=auto to go on "
-                "from its newest checkpoint"
+                f"{records.damaged[0]}; the file records if the rewind to checkpoint.resume={request.resume} is done. "
+                f"Start the run as a new job with checkpoint.resume={request.resume} to rewind again, or with "
+                "checkpoint.resume=auto to continue from its newest checkpoint"
             )
         )
     return _go_back(survey, request, lines)
 
 
 def _go_on(survey: ResumeSurvey, request: ResumeRequest, lines: tuple[str, ...]) -> Resume:
-    """Resume from the newest complete version of the run's own checkpoints."""
+    """Decide to resume from the newest complete checkpoint of the run itself."""
     records = survey.records
     catch_up: dict[int, int] = {}
     for where, location in survey.locations.items():
@@ -98,14 +106,14 @@ def _go_on(survey: ResumeSurvey, request: ResumeRequest, lines: tuple[str, ...])
         return Resume(lines, error=CheckpointError(problem))
     if request.resume == "auto":
         return Resume(lines, is_own=True, abandon=dict.fromkeys(records.locations, 0), record=records.newest)
-    lines += (f"nothing that the run reached since is left: it goes back to {request.resume} again",)
+    lines += (f"no checkpoint since the rewind is left: the run rewinds to {request.resume} again",)
     if isinstance(survey.requested, NxtrainError):
         return Resume(lines, error=survey.requested)
     return _go_back(survey, request, lines)
 
 
 def _from_version(survey: ResumeSurvey, version: Version, lines: tuple[str, ...]) -> Resume:
-    """Resume from a complete version; the mirror gets the version if no node can read the disks of the others."""
+    """Decide to resume from a complete version, with an upload to the mirror if nodes have separate disks."""
     step, seal = version
     upload = None
     is_mirrored = survey.is_mirrored(version)
@@ -130,7 +138,7 @@ def _from_version(survey: ResumeSurvey, version: Version, lines: tuple[str, ...]
 
 
 def _upload(survey: ResumeSurvey, version: Version) -> Upload:
-    """Copy of a version to the mirror: the first leader that has a file sends the file."""
+    """Plan the upload of a version to the mirror: the first disk that has a file uploads the file."""
     senders: dict[int, tuple[str, ...]] = {}
     sent = set[str]()
     for leader, files in sorted(survey.files[version].items()):
@@ -140,9 +148,9 @@ def _upload(survey: ResumeSurvey, version: Version) -> Upload:
 
 
 def _go_back(survey: ResumeSurvey, request: ResumeRequest, lines: tuple[str, ...]) -> Resume:
-    """Start from scratch or from the requested checkpoint, as a rewind.
+    """Decide to rewind: start from scratch, or from the requested checkpoint.
 
-    A location that missed earlier rewinds keeps its checkpoints if the requested one is among them.
+    A location that missed earlier rewinds keeps its checkpoints if it contains the requested checkpoint.
     """
     records, requested = survey.records, survey.requested
     on_disk, in_mirror = survey.step_on_disk, survey.step_in_mirror
@@ -169,7 +177,7 @@ def _go_back(survey: ResumeSurvey, request: ResumeRequest, lines: tuple[str, ...
             after[where] = min(keeps, missed)
     history = records.newest
     repeated = None
-    # A restart must not take an earlier start with the same request for this one.
+    # A restart must distinguish this start from an earlier start with the same request.
     if not request.goes_on(history) and history.has_rewound(request.resume, request.job):
         repeated = history.with_rewind(Rewind(told="", job=request.job))
         history = repeated
@@ -178,7 +186,7 @@ def _go_back(survey: ResumeSurvey, request: ResumeRequest, lines: tuple[str, ...
 
 
 def _scratch_problem(survey: ResumeSurvey, resume: str) -> str:
-    """Error that prevents a start from scratch of a run with damaged or lost checkpoints; empty if there is none."""
+    """Error message against a start from scratch of a run with damaged or lost checkpoints; empty if none were lost."""
     unread = set[int]()
     on_disks = set[str]()
     in_mirror: list[str] = []
@@ -194,17 +202,18 @@ def _scratch_problem(survey: ResumeSurvey, resume: str) -> str:
     if unread:
         return (
             f"{step_names(sorted(unread))} of {survey.folder} cannot be read, and there is none before it. Start again "
-            "when the storage is back, or use checkpoint.resume=PATH of another one, or never to start from scratch"
+            "once the storage works, or use checkpoint.resume=PATH of another checkpoint, or "
+            "checkpoint.resume=never to start from scratch"
         )
     if damaged and resume in {"auto", "never"}:
         return (
             f"every checkpoint of {survey.folder} is damaged: {', '.join(damaged)}. Use "
-            "checkpoint.resume=PATH of another one, or checkpoint.resume=never to start from scratch"
+            "checkpoint.resume=PATH of another checkpoint, or checkpoint.resume=never to start from scratch"
         )
     if remnants and resume == "auto":
         return (
-            f"no complete checkpoint is left of those that {survey.folder} or its mirror held: "
-            f"{', '.join(sorted(remnants))}. A start from scratch would write over the rest. Bring back what is gone, "
+            f"{survey.folder} or its mirror had checkpoints, but no complete checkpoint is left: "
+            f"{', '.join(sorted(remnants))}. A start from scratch would overwrite the rest. Restore the missing files, "
             "use another run.name or checkpoint.resume=PATH of a checkpoint, or checkpoint.resume=never to start from "
             "scratch here"
         )

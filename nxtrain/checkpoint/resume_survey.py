@@ -1,4 +1,4 @@
-"""Survey of the checkpoints that a run may resume from: the checkpoints of each location, and the newest manifests."""
+"""Survey of the checkpoints from which a run may resume: on each disk and in the mirror."""
 
 from __future__ import annotations
 
@@ -15,35 +15,41 @@ from nxtrain.common.errors import DamagedError, NxtrainError
 from nxtrain.common.io.object_store import Location, location_of
 
 Version = tuple[int, int]
-"""Step of a checkpoint, and the checksum of its manifest."""
+"""Version of a checkpoint: its step, and the checksum of its manifest."""
 
 LOOKING = "cannot look for checkpoints"
-"""Start of the message of a failed survey."""
+"""Beginning of the error message of a failed survey."""
 
 
 @dataclass(frozen=True)
 class ResumeRequest:
-    """Request of a start: `checkpoint.resume`, and the scheduler's or agent's job that restarts the same command."""
+    """Request to resume a run, from its configuration and scheduler.
+
+    Args:
+        resume: Value of `checkpoint.resume`.
+        is_restart: The scheduler or agent restarted the same command.
+        job: Name of the scheduler's or agent's job.
+    """
 
     resume: str
     is_restart: bool = False
     job: str = ""
 
     def goes_on(self, history: RunHistory) -> bool:
-        """True if the run resumes from its own newest checkpoint: by default, or after the requested rewind is done."""
+        """True if the run resumes from its own newest checkpoint: by default, or once the requested rewind is done."""
         return self.resume == "auto" or (self.is_restart and history.has_rewound(self.resume, self.job))
 
 
 @dataclass(frozen=True)
 class LocationSurvey:
-    """Checkpoints in one location.
+    """Checkpoints in one location: a disk or the mirror.
 
     Args:
-        seals: Checksum of the manifest of each complete checkpoint, by step; 0 if a run without mirror reads none.
-        damaged: Damage that no decision has handled yet, by step.
-        unread: Steps that this start failed to read.
+        seals: Manifest checksum of each complete checkpoint, by step; 0 in a run without a mirror.
+        damaged: Damage that is not yet handled, by step.
+        unread: Steps of checkpoints that this start could not read.
         quarantined: Step of each quarantined checkpoint, by name.
-        remnants: Names that prove that the location held checkpoints which are gone.
+        remnants: Names that show that checkpoints of the location were lost.
     """
 
     seals: Mapping[int, int] = field(default_factory=dict)
@@ -54,21 +60,23 @@ class LocationSurvey:
 
     @property
     def last(self) -> int:
-        """Last step of any checkpoint, quarantined checkpoints included; -1: there is none."""
+        """Last step of all checkpoints of the location, including quarantined ones; -1 if there are none."""
         return max((-1, *self.seals, *self.damaged, *self.unread, *self.quarantined.values()))
 
 
 @dataclass(frozen=True)
 class ResumeSurvey:
-    """Content of all locations of a run, equal on all ranks.
+    """Survey of all locations of a run's checkpoints, equal on all ranks.
 
     Args:
-        mirror: The mirror's root; None: there is none.
-        is_shared: All ranks see the same folder.
-        locations: Checkpoints of each disk, by its leader, and of the mirror as `MIRROR`; empty for a rewind.
-        files: Files of each version whose manifest was read, by the leader of the disk; True if a file has its length.
-        rejected: Versions that this start found damaged while it copied them to the mirror.
-        requested: The checkpoint of a requested path, or the error of the search for the path.
+        folder: Folder `checkpoints` of the run.
+        mirror: Root of the mirror; None without a mirror.
+        records: Records of the run's rewinds.
+        is_shared: All nodes share the folder.
+        locations: Checkpoints of each disk, by its leader's rank, and of the mirror, by `MIRROR`. Empty for a rewind.
+        files: Files of each version whose manifest was read, by the leader of the disk; True for files of full length.
+        rejected: Versions whose upload to the mirror found damage in this start.
+        requested: Checkpoint at the requested path, or the error of the search; None if no path is requested.
         step_on_disk: Step of the requested checkpoint if it is in the run's own folder.
         step_in_mirror: Step of the requested checkpoint if it is in the run's mirror.
     """
@@ -86,16 +94,16 @@ class ResumeSurvey:
 
     @property
     def damaged(self) -> dict[int, Mapping[int, DamagedError]]:
-        """Damage by location and step."""
+        """Damage that is not yet handled, by location and step."""
         return {where: location.damaged for where, location in self.locations.items() if location.damaged}
 
     def is_mirrored(self, version: Version) -> bool:
-        """True if the mirror holds a version."""
+        """True if the mirror has a complete checkpoint of this version."""
         step, seal = version
         return MIRROR in self.locations and self.locations[MIRROR].seals.get(step) == seal
 
     def versions(self, request: ResumeRequest) -> list[Version]:
-        """Versions that the run may resume from, newest first."""
+        """List the versions from which the run may resume, newest first."""
         versions = set[Version]()
         for location in self.locations.values():
             versions.update(location.seals.items())
@@ -108,7 +116,7 @@ class ResumeSurvey:
         )
 
     def problem_of(self, version: Version) -> str:
-        """Reason why a version whose manifests were read is incomplete; empty if the version is complete."""
+        """Reason why a version is incomplete on the disks, once its manifests are read; empty if it is complete."""
         if self.is_mirrored(version):
             return ""
         whole: dict[str, bool] = {}
@@ -130,7 +138,15 @@ def take_survey(
     unread: frozenset[tuple[int, int]] = frozenset(),
     rejected: frozenset[Version] = frozenset(),
 ) -> ResumeSurvey:
-    """Survey all locations, except checkpoints that this start failed to read. Every rank calls this."""
+    """Survey all locations of a run's checkpoints. Every rank calls this.
+
+    Args:
+        locations: Locations of the run's checkpoints.
+        records: Records of the run's rewinds.
+        request: Resume request of the start.
+        unread: Location and step of checkpoints to skip, since this start could not read them.
+        rejected: Versions to skip, since their upload found damage.
+    """
     folder, there = locations.folder, locations.mirror
     survey = ResumeSurvey(folder, locations.root, records, locations.scope.number == 1, rejected=rejected)
     if request.resume not in {"auto", "never"}:
@@ -160,9 +176,9 @@ def read_manifests(
     request: ResumeRequest,
     read: Callable[[Version], Mapping[int, Mapping[str, bool] | DamagedError]],
 ) -> ResumeSurvey:
-    """Read the manifests of the newest versions on all disks, until a version is complete or damage appears.
+    """Read manifests of the newest versions on all disks, until a version is complete or damage is found.
 
-    All manifests would cost a restart minutes on slow disks.
+    Reading all manifests would take minutes on slow disks.
     """
     for version in survey.versions(request):
         if survey.damaged:
@@ -181,11 +197,11 @@ def read_manifests(
 
 
 def _with_requested(survey: ResumeSurvey, locations: RunLocations, request: ResumeRequest) -> ResumeSurvey:
-    """The survey with the checkpoint of the requested path."""
+    """Add the checkpoint at the requested path to a survey."""
     ranks, root = locations.scope.ranks, survey.mirror
     try:
         checkpoint = ranks.on_leader(lambda: mirror.locate_checkpoint(request.resume), LOOKING)
-    except NxtrainError as error:  # a run that goes on from its own checkpoints needs no other
+    except NxtrainError as error:  # not an error for a run that resumes from its own checkpoints
         return replace(survey, requested=error)
     on_disk = ranks.on_leader(lambda: mirror.step_in(survey.folder, checkpoint), LOOKING)
     in_mirror = None
@@ -199,7 +215,7 @@ def _steps_of(where: int, unread: frozenset[tuple[int, int]]) -> frozenset[int]:
 
 
 def _list_disk(folder: Path, unread: frozenset[int], *, is_mirrored: bool) -> LocationSurvey:
-    """Checkpoints of a disk. A run without mirror reads the metadata of only the checkpoint that it loads."""
+    """Survey the checkpoints of a disk; metadata is read only if the run has a mirror."""
     checkpoints: dict[int, Location] = {}
     for path in directory.list_checkpoints(folder):
         if directory.step_of(path) not in unread:
@@ -209,7 +225,7 @@ def _list_disk(folder: Path, unread: frozenset[int], *, is_mirrored: bool) -> Lo
     if is_mirrored:
         seals, damaged = _read_seals(checkpoints)
     for path in directory.incomplete(folder):
-        reason = "the file is gone, and a checkpoint without it is not complete"
+        reason = "the file is missing, so the checkpoint is incomplete"
         damaged[directory.step_of(path)] = DamagedError(path / directory.META, reason)
     names = {path.name: directory.step_of(path) for path in directory.quarantined(folder)}
     return LocationSurvey(seals, damaged, unread, names, tuple(directory.remnants(folder)))
@@ -222,7 +238,7 @@ def _list_mirror(there: mirror.Mirror, unread: frozenset[int]) -> LocationSurvey
 
 
 def _read_seals(checkpoints: Mapping[int, Location]) -> tuple[dict[int, int], dict[int, DamagedError]]:
-    """Checksum of the manifest of each checkpoint, and the damage of metadata."""
+    """Read the manifest checksum of each checkpoint from its metadata, and collect damaged metadata."""
     seals: dict[int, int] = {}
     damaged: dict[int, DamagedError] = {}
     for step, checkpoint in checkpoints.items():
@@ -234,7 +250,7 @@ def _read_seals(checkpoints: Mapping[int, Location]) -> tuple[dict[int, int], di
 
 
 def _read_files(folder: Path, version: Version) -> dict[str, bool] | DamagedError:
-    """Files of a version on this disk, True for files of the right length. Empty if the disk lacks the version."""
+    """List the files of a version on this disk, True for files of full length; empty if the disk lacks the version."""
     path = directory.step_path(folder, version[0])
     try:
         if not directory.is_checkpoint(path) or read_meta(path).manifest_crc32 != version[1]:

@@ -1,7 +1,7 @@
-"""Record of a run's rewinds, on each disk and in the mirror, so that no start resumes from abandoned checkpoints.
+"""Record of a run's rewinds (`lineage.json`) on each disk and in the mirror.
 
-A run rewinds on request: `checkpoint.resume=never` or a path. By the record, a restart recognises that the rewind is
-done, and a disk or a mirror that was offline during the rewind learns its abandoned checkpoints.
+A rewind is requested by `checkpoint.resume=never` or a path. With the record, a restart recognizes that the rewind is
+done. A disk or mirror that was offline during the rewind later abandons the same checkpoints.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ _SEAL = "crc32"
 
 
 class Rewind(BaseModel):
-    """One rewind of a run."""
+    """One rewind of a run to an earlier checkpoint, as recorded in `lineage.json`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     told: str
-    """The requested value of `checkpoint.resume`. Empty: a repeated request that has not been carried out."""
+    """Requested value of `checkpoint.resume`; empty for a repeated request that is not carried out yet."""
     job: str = ""
-    """Origin of the request: the scheduler's or the agent's name for the job that it restarts."""
+    """Name of the scheduler's or agent's job that made the request."""
     keeps: int | None = None
-    """The last step that stays part of the run; -1: no step stays; None: all steps stay."""
+    """Last step that remains part of the run; -1 for no step, None for all steps."""
 
 
 class RunHistory(BaseModel):
-    """Identity and rewinds of a run."""
+    """Identity of a run and its rewinds, the content of `lineage.json`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     run: str
-    """Identity of the run."""
+    """Random identifier of the run."""
     run_dir: str
     """Absolute path of the run's folder, as configured."""
     returns: tuple[Rewind, ...] = ()
     """Rewinds of the run, oldest first."""
 
     def has_rewound(self, requested: str, job: str) -> bool:
-        """True if the last rewind has this request and this job."""
+        """True if the last rewind was requested by this value of `checkpoint.resume` in this job."""
         return bool(self.returns) and (self.returns[-1].told, self.returns[-1].job) == (requested, job)
 
     def with_rewind(self, rewind: Rewind) -> RunHistory:
-        """Copy of the record with a further rewind."""
+        """Return a copy of the record with another rewind."""
         return self.model_copy(update={"returns": (*self.returns, rewind)})
 
     def keeps(self, num_seen: int) -> int | None:
-        """Last step that stays in a location that has seen only the first `num_seen` rewinds; None: all steps stay."""
+        """Last step to keep in a location that recorded only the first `num_seen` rewinds; None to keep all steps."""
         return min((rewind.keeps for rewind in self.returns[num_seen:] if rewind.keeps is not None), default=None)
 
     def sealed(self) -> bytes:
-        """Content of `lineage.json`, with its checksum."""
+        """Return the content of `lineage.json`, with its checksum."""
         return (json.dumps({**self.model_dump(mode="json"), _SEAL: self._checksum()}, indent=2) + "\n").encode()
 
     def _checksum(self) -> int:
@@ -72,7 +72,11 @@ class RunHistory(BaseModel):
 
 
 def read(root: Location) -> RunHistory | None:
-    """Read the record of a `checkpoints` folder or of a mirror; None: there is none."""
+    """Read the record of rewinds of a `checkpoints` folder or a mirror; None if there is no record.
+
+    Raises:
+        DamagedError: The record is damaged.
+    """
     file = root / FILE
     try:
         content = json.loads(unsteady.read(lambda: content_of(file), file))
@@ -83,37 +87,42 @@ def read(root: Location) -> RunHistory | None:
     except OSError as error:
         raise damage(file, error) from error
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise DamagedError(file, "it is no record of a run") from error
+        raise DamagedError(file, "it is not a valid record of a run") from error
     if seal != history._checksum():
-        raise DamagedError(file, "its content is not what was written")
+        raise DamagedError(file, "its checksum does not match its content")
     return history
 
 
 def write(folder: Path, history: RunHistory) -> None:
-    """Write the record of a `checkpoints` folder, atomically."""
+    """Write the record of rewinds of a `checkpoints` folder, atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     replace_bytes(folder / FILE, history.sealed(), durable=True)
 
 
 Record = RunHistory | DamagedError | None
-"""Record of one location; None: the location has none."""
+"""Record of rewinds of one location, the error of a damaged record, or None without a record."""
 
 
 @dataclass(frozen=True)
 class Records:
-    """Records of all locations of a run, by `RunLocations`' keys, and the record of a new run in the run folder."""
+    """Records of rewinds of all locations of a run.
+
+    Args:
+        locations: Record of each location, by the keys of `RunLocations`.
+        fresh: Record for a new run in this run folder.
+    """
 
     locations: Mapping[int, Record]
     fresh: RunHistory
 
     @property
     def damaged(self) -> list[DamagedError]:
-        """Damage of the unreadable records."""
+        """Errors of damaged records, by location."""
         return [record for _, record in sorted(self.locations.items()) if isinstance(record, DamagedError)]
 
     @property
     def newest(self) -> RunHistory:
-        """Record with the most rewinds of all locations; a new record if the mirror belongs to another run."""
+        """Record with the most rewinds among all locations; a new record if the mirror belongs to another run."""
         newest = self.fresh
         if not self.is_foreign and self._readable:
             histories = [history for _, history in self._readable]
@@ -126,20 +135,20 @@ class Records:
         mirror = dict(self._readable).get(MIRROR)
         if mirror is None:
             return False
-        if not self._runs:  # nodes were replaced, if the mirror's run has the same folder
+        if not self._runs:  # all nodes were replaced, if the mirror's run has the same folder
             return mirror.run_dir != self.fresh.run_dir
         return mirror.run not in self._runs
 
     @property
     def up_to_date(self) -> set[int]:
-        """Locations that have seen all rewinds."""
+        """Locations whose record contains all rewinds."""
         num_rewinds = len(self.newest.returns)
         return {where for where, history in self._readable if len(history.returns) == num_rewinds}
 
     def missed(self, where: int) -> int | None:
-        """Last step that stays in a location, by the rewinds that its record lacks; None: all steps stay."""
+        """Last step to keep in a location, according to the rewinds that its record lacks; None to keep all steps."""
         record = self.locations[where]
-        # An unreadable record alone does not mean that the location has missed a rewind.
+        # A damaged record does not mean that the location has missed a rewind.
         if isinstance(record, DamagedError):
             return None
         num_seen = 0
@@ -148,7 +157,13 @@ class Records:
         return self.newest.keeps(num_seen)
 
     def conflict(self, folder: Path, mirror: Location | None, *, takes_over: bool) -> str:
-        """Error for locations of different runs, unless the run takes over the mirror on request; else empty."""
+        """Error message if the locations belong to different runs; empty if the run may use all of them.
+
+        Args:
+            folder: Folder `checkpoints` of the run.
+            mirror: Root of the mirror.
+            takes_over: The run was requested to resume from a checkpoint of the mirror.
+        """
         if self.is_foreign:
             if takes_over:
                 return ""
@@ -157,18 +172,18 @@ class Records:
             same = ""
             if other != ours:
                 which = f"run.dir={other}"
-                same = f"run.dir={other} to go on with that run, "
+                same = f"run.dir={other} to continue that run, "
             return (
-                f"checkpoint.mirror={mirror} belongs to another run: it mirrors {which}, not what is in "
-                f"run.dir={ours} now. Use another checkpoint.mirror, {same}or checkpoint.resume={mirror} to go on "
-                "from there on purpose"
+                f"checkpoint.mirror={mirror} belongs to another run: it mirrors {which}, not the run in "
+                f"run.dir={ours}. Use another checkpoint.mirror, {same}or checkpoint.resume={mirror} to continue from "
+                "the mirror on purpose"
             )
         if len(self._runs) < 2:  # noqa: PLR2004
             return ""
         return (
             f"{folder} holds checkpoints of different runs on different nodes: "
             f"{', '.join(sorted(f'{run} of {run_dir}' for run, run_dir in self._runs.items()))} (the field run of its "
-            f"{FILE}). Use another run.dir, or move that folder aside on the nodes where it is another run's"
+            f"{FILE}). Use another run.dir, or rename that folder on the nodes where it belongs to another run"
         )
 
     @property
@@ -177,16 +192,16 @@ class Records:
 
     @property
     def _runs(self) -> dict[str, str]:
-        """Folders of the runs on the disks, by identity."""
+        """Folders of the runs on the disks, by the identifier of the run."""
         return {history.run: history.run_dir for where, history in self._readable if where != MIRROR}
 
 
 def read_records(locations: RunLocations) -> Records:
-    """Read the records of all locations. Every rank calls this."""
+    """Read the records of rewinds of all locations. Every rank calls this."""
     folder = locations.folder
     records = locations.act(lambda: _read(folder), lambda mirror: _read(mirror.store.root), f"cannot read {FILE}")
     fresh = locations.scope.ranks.on_leader(
-        lambda: RunHistory(run=uuid.uuid4().hex, run_dir=os.path.abspath(folder.parent)), "no name for a run"
+        lambda: RunHistory(run=uuid.uuid4().hex, run_dir=os.path.abspath(folder.parent)), "cannot name the run"
     )
     return Records(records, fresh)
 
@@ -194,9 +209,9 @@ def read_records(locations: RunLocations) -> Records:
 def write_records(
     records: Records, newest: RunHistory, locations: RunLocations, *, only: Container[int] | None = None
 ) -> Records:
-    """Update the records of all locations, or of `only` some. Every rank calls this.
+    """Write the newest record of rewinds to all locations, or to the locations in `only`. Every rank calls this.
 
-    The mirror's is first, so that the loss of a disk loses no rewind.
+    The mirror's record is written first, so the loss of a disk loses no rewind.
     """
     due = set[int]()
     for where, record in records.locations.items():

@@ -15,12 +15,12 @@ from nxtrain.common.io.object_store import Location
 T = TypeVar("T")
 
 MIRROR = -1
-"""Key of the mirror among the locations of a run. The key of a disk is the rank of its leader."""
+"""Key of the mirror among the locations of a run; the key of a disk is the rank of its leader."""
 
 
 @dataclass(frozen=True)
 class RunLocations:
-    """Locations of a run's checkpoints. Every rank makes the same calls."""
+    """Locations of a run's checkpoints: a disk per node or shared, and the mirror. Every rank makes the same calls."""
 
     folder: Path
     mirror: Mirror | None
@@ -28,13 +28,13 @@ class RunLocations:
 
     @property
     def root(self) -> Location | None:
-        """Root of the mirror; None: there is none."""
+        """Root of the mirror; None without a mirror."""
         if self.mirror is None:
             return None
         return self.mirror.store.root
 
     def act(self, on_disk: Callable[[], T], in_mirror: Callable[[Mirror], T], failure: str) -> dict[int, T]:
-        """Call a function on the leader of each disk, then another on the mirror; return the results by location."""
+        """Call a function on the leader of each disk, then another for the mirror; return the results by location."""
         mirror = self.mirror
         results = self.scope.on_each(on_disk, f"{failure} in {self.folder}")
         if mirror is not None:
@@ -42,7 +42,15 @@ class RunLocations:
         return results
 
     def abandon(self, after: Mapping[int, int], *, damaged: bool) -> list[int]:
-        """Abandon the checkpoints after a step, by location; see `directory.abandon`. Other locations keep all."""
+        """Abandon the checkpoints after a step in each given location; see `directory.abandon`.
+
+        Args:
+            after: Last step to keep, by location; other locations keep all checkpoints.
+            damaged: Also abandon quarantined checkpoints.
+
+        Returns:
+            Steps of the abandoned checkpoints.
+        """
 
         def on_disk() -> list[int]:
             if self.scope.leader not in after:
@@ -54,11 +62,11 @@ class RunLocations:
                 return []
             return mirror.abandon(after[MIRROR], damaged=damaged)
 
-        abandoned = self.act(on_disk, in_mirror, "cannot put aside what is no longer part of the run")
+        abandoned = self.act(on_disk, in_mirror, "cannot rename checkpoints that are no longer part of the run")
         return sorted(set[int]().union(*abandoned.values()))
 
     def quarantine(self, steps: Mapping[int, Iterable[int]], failure: str) -> dict[int, dict[int, str]]:
-        """Quarantine steps, by location; return the new name of each step, by location."""
+        """Quarantine the checkpoints of steps in each location; return their new names by location and step."""
 
         def on_disk() -> dict[int, str]:
             names: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""Saving: every rank stages its shards and writes them to a draft folder, which one rank commits by rename."""
+"""Saving of checkpoints: every rank writes its staged shards to a draft folder, which one rank commits by rename."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ from nxtrain.common.io.regular import read_bytes
 def write_state(
     path: Path, staged: Staged, meta: Meta, scope: StorageScope, tokenizer: Path | None = None
 ) -> Mapping[str, FileDigest]:
-    """Write the staged shards of every rank, and read the files back; return the files that this rank wrote."""
+    """Write the staged shards of all ranks as a checkpoint, and verify the files by reading them back.
+
+    Returns:
+        Checksums of the files that this rank wrote, by name.
+    """
     mesh = scope.ranks.mesh
     meta = meta.model_copy(update={"mesh": {"pp": mesh.pp_size, "dp": mesh.dp_size, "tp": mesh.tp_size}})
     written = write(path, staged, meta, scope, tokenizer)
@@ -32,12 +36,16 @@ def write_state(
 
 
 def tidy(path: Path, retention: Retention, scope: StorageScope, in_use: Collection[int] = ()) -> list[str]:
-    """Mark a checkpoint as read back, delete old ones, record the newest, return failures. Every rank calls this."""
+    """Mark a checkpoint as verified, apply retention, and record the newest checkpoint. Every rank calls this.
+
+    Returns:
+        Messages of failures.
+    """
     folder = path.parent
     steps: dict[str, Callable[[], None]] = {
-        f"cannot note that {path} was read back": lambda: directory.mark_verified(path),
-        f"cannot make room in {folder}": lambda: directory.prune(folder, retention, in_use),
-        f"cannot name {path.name} the newest of {folder}": lambda: directory.point_to(path),
+        f"cannot mark {path} as verified": lambda: directory.mark_verified(path),
+        f"cannot delete old checkpoints in {folder}": lambda: directory.prune(folder, retention, in_use),
+        f"cannot record {path.name} as the newest checkpoint of {folder}": lambda: directory.point_to(path),
     }
     failed = []
     for failure, act in steps.items():
@@ -56,7 +64,11 @@ def write(
     tokenizer: Path | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Mapping[str, FileDigest]:
-    """Write the staged shards of every rank to a draft folder, call `check`, then commit; return this rank's files."""
+    """Write the staged shards of all ranks to a draft folder, call `check`, then commit by rename.
+
+    Returns:
+        Checksums of the files that this rank wrote, by name.
+    """
     failure, ranks = f"cannot write {path}", scope.ranks
     staged.arrived()
     draft = path.with_name(ranks.on_leader(lambda: directory.draft_of(path).name, failure))
@@ -89,7 +101,7 @@ def write(
 
 
 def _seal(files: Mapping[str, FileDigest], staged: Staged, meta: Meta, tokenizer: Path | None) -> dict[str, bytes]:
-    """Content of the files that complete a checkpoint after the ranks' files, by name, in the order of writing."""
+    """Content of the tokenizer, the manifest and `meta.json` of a checkpoint, by name, in the order of writing."""
     listed = CheckpointManifest(files=dict(sorted(files.items())), tensors=staged.joint.tensors)
     manifest = listed.model_dump_json().encode()
     sealed = meta.model_copy(update={"manifest_crc32": zlib.crc32(manifest)}).sealed()
@@ -102,14 +114,18 @@ def _seal(files: Mapping[str, FileDigest], staged: Staged, meta: Meta, tokenizer
 
 
 def _commit(draft: Path, path: Path, seal: Mapping[str, bytes]) -> None:
-    """Add the files that complete a checkpoint, and rename the draft to its final name."""
+    """Write the files that complete a checkpoint to its draft, and commit the draft by rename."""
     for name, content in seal.items():
         write_durably(draft / name, partial(Path.write_bytes, data=content))
     directory.publish(draft, path)
 
 
 def read_back(path: Path, written: Mapping[str, FileDigest], scope: StorageScope) -> None:
-    """Read back on every rank the files that the rank wrote; if any file differs, quarantine the checkpoint."""
+    """Verify a written checkpoint: every rank reads back its files, and any difference quarantines the checkpoint.
+
+    Raises:
+        CheckpointError: A file differs or cannot be read.
+    """
 
     def check() -> None:
         for name, stored in written.items():
@@ -118,5 +134,7 @@ def read_back(path: Path, written: Mapping[str, FileDigest], scope: StorageScope
     try:
         scope.ranks.on_all(check, f"cannot read back {path}")
     except CheckpointError as error:
-        scope.on_each(lambda: directory.quarantine(path), f"cannot put aside {path}")
-        raise CheckpointError(f"{error}; what was written cannot be read back, and is put aside") from error
+        scope.on_each(lambda: directory.quarantine(path), f"cannot quarantine {path}")
+        raise CheckpointError(
+            f"{error}; the written files cannot be verified, and the checkpoint is quarantined"
+        ) from error

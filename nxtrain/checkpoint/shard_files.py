@@ -1,6 +1,6 @@
-"""Files of shards: each rank writes one file in order from staged memory, and reads verified blocks of any files.
+"""Shard files of a checkpoint: each rank writes one file from staged memory, and reads verified blocks of all files.
 
-Any layout reads the entries that its shards share with the stored shards.
+Under any layout, a rank reads the entries that its shards share with the stored shards.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from nxtrain.common.io.checksummed_file import ChecksummedReader, ChecksummedWri
 from nxtrain.common.io.object_store import Location, open_source
 
 PIECE_BYTES = 1 << 26
-"""Most bytes of a tensor that are in memory before they are copied to their target."""
+"""Most bytes of a stored tensor that are buffered before the copy to the target tensor."""
 
 LocatedShard = tuple[str, str, tuple[int, ...], Box, int]
-"""Key, type and shape of a tensor, and a shard's box and offset in bytes in the rank's file."""
+"""Location of a shard: key, type and shape of its tensor, its box, and its byte offset in the rank's file."""
 
 
 def locate(staged: Staged) -> list[LocatedShard]:
-    """List a rank's shards with their locations compactly: the leader receives the lists of all ranks."""
+    """List the locations of a rank's shards compactly, since the leader receives the lists of all ranks."""
     shards = in_file_order(staged.tensors)
     located: list[LocatedShard] = []
     for shard, start in zip(shards, header(shards)[1], strict=True):
@@ -41,14 +41,21 @@ def locate(staged: Staged) -> list[LocatedShard]:
 
 
 def join(located: Sequence[Sequence[LocatedShard]]) -> dict[str, TensorEntry]:
-    """Join the lists of all ranks to entries by key; each tensor's shards are in the order of ranks."""
+    """Join the shard lists of all ranks to manifest entries by key; shards of a tensor are in rank order.
+
+    Raises:
+        CheckpointError: Ranks disagree on a tensor, or the shards do not cover it.
+    """
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     shards: dict[str, list[tuple[int, Box, int]]] = defaultdict(list)
     for rank, ours in enumerate(located):
         for key, dtype, shape, box, start in ours:
             first = shapes.setdefault(key, (dtype, shape))
             if first != (dtype, shape):
-                raise CheckpointError(f"{key}: rank {rank} has {dtype} {shape}, and a rank before it has {first}")
+                raise CheckpointError(
+                    f"{key}: rank {rank} saves a {dtype} tensor of shape {shape}, but a lower rank saves "
+                    f"a {first[0]} tensor of shape {first[1]}"
+                )
             shards[key].append((rank, box, start))
     joint = {}
     for key, parts in shards.items():
@@ -56,16 +63,18 @@ def join(located: Sequence[Sequence[LocatedShard]]) -> dict[str, TensorEntry]:
         ranks, boxes, starts = zip(*parts, strict=True)
         planned = sum(math.prod(sizes) for _, sizes in boxes)
         if planned != math.prod(shape):
-            raise CheckpointError(f"{key} {shape}: the ranks hold {planned:,} of its {math.prod(shape):,} entries")
+            raise CheckpointError(
+                f"{key} {shape}: the shards of all ranks have {planned:,} of its {math.prod(shape):,} entries"
+            )
         joint[key] = TensorEntry.of(dtype, shape, ranks, starts, boxes)
     return joint
 
 
 def write_shards(folder: Path, rank: int, staged: Staged) -> dict[str, FileDigest]:
-    """Write a rank's shards to one file; tensors inside the staged memory are not copied.
+    """Write a rank's shards to one file, without a copy of tensors in the staged memory.
 
     Returns:
-        The digest of the file, by name; empty if the rank has no shards, and thus no file.
+        Checksums of the file, by name; empty if the rank has no shards, and thus no file.
     """
     shards, memory = in_file_order(staged.tensors), staged.memory
     if not shards:
@@ -93,12 +102,12 @@ def write_shards(folder: Path, rank: int, staged: Staged) -> dict[str, FileDiges
 def fill_from_files(
     folders: Sequence[Location], manifest: CheckpointManifest, targets: Mapping[TensorShard, Tensor]
 ) -> list[DamagedError]:
-    """Fill the tensors of wanted shards; each needed block of the files is read once, in order, and verified.
+    """Fill the tensors of wanted shards from files; each needed block is read once, in order, and verified.
 
-    Blocks that are missing or damaged in the first folder are read from the others.
+    Blocks that are missing or damaged in the first folder are read from the other folders.
 
     Returns:
-        Damage in a folder that another folder has replaced.
+        Damage in a folder that was repaired from another folder.
     """
     pieces: dict[str, list[_Piece]] = defaultdict(list)
     for shard, target in targets.items():
@@ -117,7 +126,7 @@ def fill_from_files(
 
 
 def _pieces(stored: Box, start: int, dtype: torch.dtype, wanted: Box, target: Tensor) -> Iterator[_Piece]:
-    """Split the entries that two boxes share by rows into pieces of at most `PIECE_BYTES`, copied one at a time."""
+    """Split the entries shared by a stored and a wanted box into pieces of rows of at most `PIECE_BYTES`."""
     offsets_in_file: list[int] = []
     offsets_in_target: list[int] = []
     lengths: list[int] = []
@@ -139,11 +148,14 @@ def _pieces(stored: Box, start: int, dtype: torch.dtype, wanted: Box, target: Te
 
 @dataclass
 class _Piece:
-    """Adjacent whole rows of a stored shard, and the tensor that takes the wanted columns.
+    """Adjacent rows of a stored shard, and the target tensor for their wanted columns.
 
     Args:
-        start: Offset of the first row in the file, in bytes.
+        start: Byte offset of the first row in the file.
+        shape: Shape of the rows.
+        dtype: Type of the stored entries.
         columns: Offsets and lengths of the wanted entries in dimensions 1 and up.
+        target: Tensor to fill.
     """
 
     start: int
@@ -156,11 +168,11 @@ class _Piece:
 
     @property
     def stop(self) -> int:
-        """Offset after the last byte of the rows."""
+        """Byte offset of the end of the rows in the file."""
         return self.start + torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def take(self, where: int, content: memoryview) -> None:
-        """Copy the bytes of the rows from a block of the file. Called with every block of the rows, in order."""
+        """Copy the part of the rows that a block of the file contains; called for every block of the rows, in order."""
         if where <= self.start:
             fits = self.target.is_contiguous() and self.target.shape == self.shape and self.target.dtype == self.dtype
             self._rows = self.target
@@ -178,7 +190,7 @@ class _Piece:
 
 
 def _fill(reader: ChecksummedReader, pieces: Sequence[_Piece], block_bytes: int) -> None:
-    """Give every needed block to the pieces inside the block; pieces are sorted by start, and may share rows."""
+    """Read every needed block, and copy its bytes to the pieces; pieces are sorted by start, and may share rows."""
     needed = set[int]()
     for piece in pieces:
         needed.update(range(piece.start // block_bytes, -(-piece.stop // block_bytes)))
@@ -192,8 +204,8 @@ def _fill(reader: ChecksummedReader, pieces: Sequence[_Piece], block_bytes: int)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Memory of a contiguous host tensor."""
+    """Return the bytes of a contiguous host tensor as a memoryview, without a copy."""
     flat = tensor.detach().reshape(-1)
-    if flat.numel() < 2:  # noqa: PLR2004 - such a view is contiguous with any stride
+    if flat.numel() <= 1:  # such a view is contiguous with any stride
         flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""Shards of whole tensors: location in local tensors, the rank that writes each, mismatches with a checkpoint."""
+"""Shards of tensors in a checkpoint: their place in local tensors, and the rank that writes each shard."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ from nxtrain.common.sharding import Layout, ShardBox
 from nxtrain.common.text import listed
 
 Shards = Mapping[str, Mapping[str, Tensor]]
-"""Local tensors of a rank, by kind, then by the parameter's name in the model."""
+"""Local tensors of a rank, by kind (weights or an optimizer state), then by parameter name."""
 
 MODEL = "model"
-"""Kind of the weights."""
+"""Kind of the weights, in contrast to kinds of optimizer state."""
 
 SLIVER = 1 / 32
-"""Smallest end of a tensor that is written as a separate shard, as a fraction of a rank's bytes."""
+"""Smallest end of a tensor that is split off as a separate shard, as a fraction of a rank's bytes."""
 
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A box of entries of one whole tensor, and its location in a local tensor.
+    """Shard of a tensor: a box of entries, and its place in a local tensor.
 
     Args:
         kind: `model`, or the name of an optimizer state.
-        parameter: The local tensor's name in the model.
-        block: Box of the entries, in the whole tensor and in the local one.
-        copy: Index of this rank's replica among the equal ones, 0 <= copy < copies.
+        parameter: Name of the local parameter in the model.
+        name: Global name of the tensor.
+        shape: Shape of the whole tensor.
+        dtype: Type of the tensor.
+        block: Box of the entries, in the whole tensor and in the local tensor.
+        copy: Index of this rank's replica among equal replicas, 0 <= copy < copies.
         copies: Number of ranks that hold these entries.
-        tied: The tensor is tied to a parameter of another stage, which writes it.
+        tied: The tensor is tied to a parameter of another pipeline stage, which writes the tensor.
     """
 
     kind: str
@@ -48,30 +51,30 @@ class TensorShard:
 
     @staticmethod
     def whole(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> TensorShard:
-        """Make the shard that is a whole weight."""
+        """Make a shard that contains a whole weight."""
         return TensorShard(MODEL, name, name, shape, dtype, ShardBox.whole(shape))
 
     @property
     def key(self) -> str:
-        """Key of the whole tensor in the checkpoint."""
+        """Key of the whole tensor in a checkpoint, such as `model/lm_head.weight`."""
         return f"{self.kind}/{self.name}"
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes."""
+        """Size of the shard in bytes."""
         return math.prod(self.block.sizes) * self.dtype.itemsize
 
     def rows(self, start: int, number: int) -> TensorShard:
-        """Adjacent rows of the shard, counted in dimension 0."""
+        """Return a range of rows of the shard, along dimension 0."""
         return replace(self, block=self.block.rows(start, number))
 
     def of(self, local: Tensor) -> Tensor:
-        """View of the shard's entries in the local tensor."""
+        """Return a view of the shard's entries in the local tensor."""
         return self.block.of(local)
 
 
 def tensor_shards(shards: Shards, layout: Layout) -> Iterator[TensorShard]:
-    """Shards in a rank's local tensors, in the tensors' order; padding belongs to no shard."""
+    """Iterate over the shards in a rank's local tensors, in the order of the tensors, without padding."""
     for kind, tensors in shards.items():
         for parameter, local in tensors.items():
             spec, replica = layout.table[parameter], layout.axes_of(parameter).replica
@@ -90,7 +93,7 @@ def tensor_shards(shards: Shards, layout: Layout) -> Iterator[TensorShard]:
 
 
 def owned(held: Sequence[TensorShard]) -> list[TensorShard]:
-    """Shards that a rank writes: each entry is written by one of its replicas, and replicas share the bytes evenly.
+    """Select the shards that a rank writes, so that replicas write each entry once and share the bytes evenly.
 
     Shards with the same number of replicas are concatenated, and each replica writes an equal range of their bytes. A
     shard in several ranges is split between rows, unless one end is smaller than `SLIVER` of a range.
@@ -114,7 +117,7 @@ def owned(held: Sequence[TensorShard]) -> list[TensorShard]:
 
 
 def _rows(chunk: TensorShard, start: int, total: int) -> range:
-    """Rows of a shard that this rank's replica writes.
+    """Return the range of a shard's rows that this rank writes among its replicas.
 
     Args:
         start: Offset of the shard among the concatenated shards with the same number of replicas, in bytes.
@@ -124,7 +127,7 @@ def _rows(chunk: TensorShard, start: int, total: int) -> range:
     row_bytes = chunk.num_bytes // num_rows
 
     def first_row(part: int) -> int:
-        """First row of the range of a replica."""
+        """First row of the range that a replica writes."""
         inside = part * total // chunk.copies - start
         sliver = SLIVER * total / chunk.copies
         if inside >= chunk.num_bytes:
@@ -139,7 +142,12 @@ def _rows(chunk: TensorShard, start: int, total: int) -> range:
 
 
 def mismatches(wanted: Mapping[str, object], present: Mapping[str, object]) -> list[str]:
-    """Describe the differences of two lists of tensors, a line for each kind of difference; empty if they agree."""
+    """Describe differences between wanted and present tensors, one line per kind of difference; empty if they agree.
+
+    Args:
+        wanted: Description of each wanted tensor, such as its shape, by name.
+        present: Description of each present tensor, by name.
+    """
     missing = [name for name in wanted if name not in present]
     extra = [name for name in present if name not in wanted]
     wrong = [

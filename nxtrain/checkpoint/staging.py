@@ -1,4 +1,4 @@
-"""Staging of a rank's shards in host memory, in the order of the rank's file, so that the disk needs no copy."""
+"""Staging of a rank's shards in host memory in file order, so that they are written to disk without another copy."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from nxtrain.common.io.checksummed_file import aligned_memory
 from nxtrain.common.sharding import Layout
 
 Pin = Callable[[Tensor], "Callable[[], None] | None"]
-"""`Backend.pin`."""
+"""Function that pins host memory, such as `Backend.pin`."""
 
 
 class SharedPlan:
-    """Shards that all ranks write, gathered once: a run writes the same shards in each checkpoint.
+    """Manifest entries of all ranks' shards, gathered once, since a run writes the same shards in each checkpoint.
 
     Attributes:
-        is_planned: The leader already has this rank's shards.
-        tensors: Tensors of all ranks, by key; on the leader, once gathered.
+        is_planned: The leader has gathered this rank's shards.
+        tensors: Manifest entries by tensor key, on the leader only.
     """
 
     def __init__(self) -> None:
@@ -31,16 +31,19 @@ class SharedPlan:
 
 
 def in_file_order(shards: Iterable[TensorShard]) -> list[TensorShard]:
-    """Shards with wide types first, so that the offset of every entry is a multiple of its size."""
+    """Sort shards by element size, largest first, so that the file offset of every entry is aligned to its size."""
     return sorted(shards, key=lambda shard: -shard.dtype.itemsize)
 
 
 @dataclass(frozen=True)
 class Staged:
-    """Host tensors of the shards that a rank writes, and the memory of all tensors; if empty, tensors are copied.
+    """Host tensors of the shards that a rank writes.
 
     Args:
-        arrived: Waits until a device has written the tensors.
+        tensors: Host tensor of each shard.
+        memory: Buffer that contains the tensors, in file order; empty if tensors are copied when they are written.
+        joint: Manifest entries of all ranks.
+        arrived: Function that waits until the device has copied the tensors to the host.
     """
 
     tensors: Mapping[TensorShard, Tensor]
@@ -50,12 +53,12 @@ class Staged:
 
 
 class Staging:
-    """Host memory for the shards of a rank, reused from one checkpoint to the next.
+    """Host memory for the shards of a rank, reused for each checkpoint.
 
     Args:
-        layout: The entries that the rank holds.
-        pin: `Backend.pin`. If memory is pinned, the host queues the copies, and the device makes them before the next
-            update.
+        layout: Sharding of the rank's tensors.
+        pin: `Backend.pin`. With pinned memory, the host enqueues the copies, and the device makes them before the
+            next update.
     """
 
     def __init__(self, layout: Layout, pin: Pin = lambda memory: None) -> None:
@@ -65,7 +68,7 @@ class Staging:
         self._staged: Staged | None = None
 
     def fill(self, shards: Shards) -> Staged:
-        """Copy the shards to the host, each local tensor in one transfer; the result is valid until the next call."""
+        """Copy the shards to host memory, one transfer per local tensor; the result is valid until the next call."""
         staged = self._staged or self.allocate(shards)
         if self._unpin is None:
             self._unpin = self._pin(staged.memory)
@@ -77,7 +80,7 @@ class Staging:
         return replace(staged, arrived=torch.accelerator.current_stream().record_event().synchronize)
 
     def allocate(self, shards: Shards) -> Staged:
-        """Take the host memory for shards, without a copy of their content."""
+        """Allocate the host memory for shards, without copying them."""
         mine = self._mine(shards)
         memory = torch.frombuffer(aligned_memory(max(1, self.num_bytes(shards))), dtype=torch.uint8)
         tensors: dict[TensorShard, Tensor] = {}
@@ -93,7 +96,7 @@ class Staging:
         return self._staged
 
     def release(self) -> None:
-        """Free the host memory, which no device may be writing; the next copy allocates it again."""
+        """Free the host memory, when no device writes to it; the next `fill` allocates memory again."""
         if self._unpin is not None:
             self._unpin()
         self._unpin = None
@@ -102,16 +105,16 @@ class Staging:
 
     @property
     def is_allocated(self) -> bool:
-        """True once the host memory is taken."""
+        """True if the host memory is allocated."""
         return self._staged is not None
 
     def num_bytes(self, shards: Shards) -> int:
-        """Host memory that `fill` takes for shards."""
+        """Bytes of host memory that `fill` needs for shards."""
         names = {(chunk.kind, chunk.parameter) for chunk in self._mine(shards)}
         return sum(shards[kind][parameter].nbytes for kind, parameter in names)
 
     def refer(self, shards: Shards) -> Staged:
-        """Shards without a copy. Tensors are fetched to the host at their write, and must not change until then."""
+        """Stage shards without a copy; tensors are copied to the host at the write, and must not change before."""
 
         def fetch(chunk: TensorShard) -> Tensor:
             return chunk.of(shards[chunk.kind][chunk.parameter].detach().cpu())
@@ -119,12 +122,12 @@ class Staging:
         return Staged(LazyTensors(self._mine(shards), fetch))
 
     def _mine(self, shards: Shards) -> list[TensorShard]:
-        """Shards that this rank writes, in the order of its file."""
+        """List the shards that this rank writes, in the order of its file."""
         return in_file_order(owned(tuple(tensor_shards(shards, self._layout))))
 
 
 class LazyTensors(Mapping[TensorShard, Tensor]):
-    """Host tensors of shards, read at access, so that one tensor at a time is in memory."""
+    """Mapping of shards to host tensors that reads a tensor on access, so that one tensor at a time is in memory."""
 
     def __init__(self, chunks: Sequence[TensorShard], read: Callable[[TensorShard], Tensor]) -> None:
         self._chunks, self._read = dict.fromkeys(chunks), read

@@ -1,1 +1,1 @@
-"""Commands: one subcommand is one lazy import and one call."""
+"""Command line interface; each subcommand imports its implementation when it is called."""

@@ -11,13 +11,13 @@ from nxtrain.cli.options import AsJson, integer, number
 from nxtrain.common.io.paths import local_path
 from nxtrain.config.bounds import MAX_SIZE
 
-bench = typer.Typer(no_args_is_help=True, help="Measure speed, beside other implementations, and memory.")
+bench = typer.Typer(no_args_is_help=True, help="Measure speed and memory, and compare with other implementations.")
 
 Chart = Annotated[
     Path | None, typer.Option(help="SVG file to draw the ratios into.", parser=local_path, metavar="FILE.svg")
 ]
 
-Rounds = Annotated[int, integer(help="Times that each side runs, in turns.")]
+Rounds = Annotated[int, integer(help="Times that each side runs, alternately.")]
 Steps = Annotated[int, integer(help="Steps in each round.")]
 Threads = Annotated[int, integer(0, MAX_SIZE, help="CPU threads; 0: all cores.")]
 SeqLen = Annotated[int, integer(help="Tokens per sequence.")]
@@ -55,9 +55,9 @@ def bench_train(
     chart: Chart = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train the same model here and in other trainers, in turns, and compare tokens per second.
+    """Train the same model in nxtrain and in other trainers alternately, and compare tokens per second.
 
-    Ratios are of CPU time with one thread, of the device's clock on GPUs, and of wall time otherwise.
+    Ratios use CPU time with one thread, the device's clock on GPUs, and wall time otherwise.
     """
     from nxtrain.tools.bench.train import bench_train, workload
 
@@ -77,7 +77,7 @@ def bench_train(
 @bench.command("scaling", epilog="Example: nxtrain bench scaling --layouts tp2,zero1 --batch 2")
 def bench_scaling(
     layouts: Annotated[str, typer.Option(help="Commas between tp2, dp2, zero1, pp2; by default all.")] = "",
-    rounds: Annotated[int, integer(help="Times that each runs, in turns.")] = 3,
+    rounds: Annotated[int, integer(help="Times that each runs, alternately.")] = 3,
     steps: Steps = 1,
     batch: Annotated[int, integer(help="Sequences per step and rank.")] = 4,
     seq_len: SeqLen = 512,
@@ -86,9 +86,9 @@ def bench_scaling(
     chart: Chart = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train with two ranks on this machine's CPU, beside one rank and beside two independent runs at once.
+    """Train with two ranks on this machine's CPU, and compare with one rank and with two simultaneous runs.
 
-    Efficiency is tokens per second of two ranks over those of two independent runs, which share the machine, too.
+    Efficiency is tokens per second of two ranks, divided by those of two independent runs that share the machine.
     """
     from nxtrain.tools.bench.scaling import bench_scaling
     from nxtrain.tools.bench.train import workload
@@ -105,9 +105,9 @@ def bench_collectives(
     backend: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Measure nxtrain's collectives between processes of this machine by size, beside a copy in memory.
+    """Measure nxtrain's collectives between processes of this machine by tensor size, and compare with a memory copy.
 
-    On GPUs each rank has its own, and the time is that of the device's clock.
+    On GPUs each rank has its own GPU, and times are from the device's clock.
     """
     from nxtrain.tools.bench.collectives import CollectivesJob, bench_collectives
 
@@ -125,9 +125,9 @@ def bench_data(
     rounds: Rounds = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how many tokens a second one core reads for training, beside numpy's copy of random rows.
+    """Measure the tokens per second that one core reads for training, and compare with numpy's copy of random rows.
 
-    Also how many it tokenizes and packs, beside the bare tokenizer, and the start on a large prepared corpus.
+    Also measure tokenizing and packing, compared with the tokenizer alone, and the start on a large prepared corpus.
     """
     from nxtrain.tools.bench.data import bench_data
 
@@ -143,9 +143,10 @@ def bench_xla(
     steps: Steps = 5,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what PyTorch/XLA costs the host: milliseconds per step, beside transformers, and seconds to trace a rank.
+    """Measure the host time of PyTorch/XLA per step, compared with transformers, and the time to trace a rank.
 
-    The model is so narrow that computing it takes next to nothing; what remains is to record, to hash and to launch.
+    The model is so narrow that its computation takes almost no time. The rest is recording, hashing and launching
+    graphs.
     """
     from nxtrain.tools.bench.xla import bench_xla
 
@@ -156,12 +157,12 @@ def bench_xla(
 def bench_optim(
     name: Annotated[Literal["adamw", "muon"], typer.Option(help="Optimizer, as optim.name.")] = "adamw",
     layers: Annotated[int, integer(help="Blocks of the model whose parameters are updated.")] = 2,
-    rounds: Annotated[int, integer(help="Times that each rule runs, in turns.")] = 7,
+    rounds: Annotated[int, integer(help="Times that each rule runs, alternately.")] = 7,
     threads: Threads = 1,
     backend: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Update parameters under every rule of precision.update, and compare with torch's AdamW or Muon."""
+    """Measure optimizer updates under every rule of precision.update, and compare with torch's AdamW or Muon."""
     from nxtrain.tools.bench.optim import bench_optim
 
     bench_optim(name=name, layers=layers, rounds=rounds, threads=threads, as_json=as_json, device=backend)
@@ -174,7 +175,7 @@ def bench_attention(
     threads: Threads = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Measure time and memory of attention inside of documents by the length of a row, beside a mask of all scores."""
+    """Measure time and memory of attention within documents by sequence length, and compare with a full mask."""
     from nxtrain.tools.bench.attention import bench_attention
 
     bench_attention(longest=longest, rounds=rounds, threads=threads, as_json=as_json)
@@ -199,11 +200,13 @@ def bench_pipeline(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what is expected, start nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run a pipeline of equal stages, draw it, and hold its bubble to (p-1)/(m*v+p-1).
+    """Run a pipeline of equal stages, draw its schedule, and compare its bubble with (p-1)/(m*v+p-1).
 
-    That is the share of the step in which p ranks of v chunks each idle, with m micro-batches and free transfers.
+    The bubble is the share of the step in which ranks are idle: p ranks, v chunks per rank, m micro-batches, and
+    transfers that take no time.
 
-    With zero_bubble it is (p-1)*x/(m*(F+B+W)+(p-1)*x), x = F+max(0,B-W): times of forward, backward and weight part.
+    With zero_bubble the bubble is (p-1)*x/(m*(F+B+W)+(p-1)*x), x = F+max(0,B-W), for the times F of forward, B of
+    backward and W of the weight part.
     """
     from nxtrain.tools.bench.pipeline import StageWork, bench_pipeline
 
@@ -214,14 +217,14 @@ def bench_pipeline(
 @bench.command("checkpoint", epilog="Example: nxtrain bench checkpoint --mib 4096 --folder /mnt/nvme --check")
 def bench_checkpoint(
     mib: Annotated[int, integer(16, MAX_SIZE, help="MiB of weights and optimizer state, at least 16.")] = 1024,
-    folder: Annotated[Path, typer.Option(help="Where to write; on the disk that is meant.", parser=local_path)] = Path(
+    folder: Annotated[Path, typer.Option(help="Folder to write to, on the disk to measure.", parser=local_path)] = Path(
         "."
     ),
     rounds: Rounds = 3,
     check: Annotated[bool, typer.Option("--check", help="Fail, with exit code 1, below the targets.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Save and load a state, and compare with the disk's own speed, torch.save and plain DCP."""
+    """Save and load weights and optimizer state, and compare with the disk's speed, torch.save and plain DCP."""
     from nxtrain.tools.bench.checkpoint import bench_checkpoint
 
     if not bench_checkpoint(folder=folder, mib=mib, rounds=rounds, check=check, as_json=as_json):
@@ -233,10 +236,10 @@ def bench_materialize(
     preset: Annotated[str, typer.Option(help="Model, as in model.preset.")] = "llama2-70b",
     tp: Annotated[int, integer(help="Tensor parallel degree.")] = 32,
     pp: Annotated[int, integer(help="Pipeline stages.")] = 8,
-    stage: Annotated[int | None, integer(0, MAX_SIZE, help="Stage to make; by default a middle one.")] = None,
+    stage: Annotated[int | None, integer(0, MAX_SIZE, help="Stage to initialize; by default a middle one.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make one rank's shard of a big model in bf16; fails if that takes more than 1.3 times its bytes and 1 GiB."""
+    """Initialize one rank's shard of a large bf16 model; fail above 1.3 times its bytes plus 1 GiB of memory."""
     from nxtrain.tools.bench.materialize import bench_materialize
 
     bench_materialize(preset=preset, tp=tp, pp=pp, stage=stage, as_json=as_json)

@@ -20,7 +20,7 @@ convert = typer.Typer(no_args_is_help=True, help="Convert checkpoints from and t
 
 
 def _on_disk(text: str) -> Path:
-    """Path on this machine; refuses an address in object storage, which would otherwise be read as a local path."""
+    """Parse a path on this machine; raise an error for an address in object storage."""
     if is_bucket(text):
         way_out = f"fetch or bring it there with: {copying(text, 'SRC DST')}"
         raise ConfigError(f"{text} is no folder of this machine; {way_out}")
@@ -28,7 +28,7 @@ def _on_disk(text: str) -> Path:
 
 
 def _model(text: str) -> Path:
-    """Hugging Face folder on this machine; files of a repository of the Hub are fetched."""
+    """Parse a Hugging Face folder on this machine, or a model of the Hub, whose files are downloaded."""
     if model_named(text) is None:
         return _on_disk(text)
     from nxtrain.config.model_folder import whole_folder
@@ -54,15 +54,15 @@ Base = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="Hugging Face folder or ORG/NAME below an adapter; by default the one it names.",
+        help="Hugging Face folder or ORG/NAME of an adapter's base weights; by default the one that it names.",
         parser=_model,
     ),
 ]
-WeightsOnly = Annotated[bool, typer.Option("--weights-only", help="Leave out the optimizer's state.")]
+WeightsOnly = Annotated[bool, typer.Option("--weights-only", help="Convert no optimizer state.")]
 
 
 def _warn_of_newer(src: str, checkpoint: Location) -> None:
-    """Warn on standard error if newer checkpoints of the source were passed over."""
+    """Warn on standard error if newer checkpoints of the source were skipped as incomplete or damaged."""
     from nxtrain.checkpoint.mirror import choice_of
 
     warning = choice_of(src, checkpoint)
@@ -72,7 +72,7 @@ def _warn_of_newer(src: str, checkpoint: Location) -> None:
 
 @convert.command(epilog="Example: nxtrain convert hf-to-nxtrain Llama-3.2-1B checkpoints/llama3.2-1b")
 def hf_to_nxtrain(src: Model, dst: Target) -> None:
-    """Read a Hugging Face folder, or a model of the Hub, write a checkpoint."""
+    """Convert a Hugging Face folder, or a model of the Hub, to a checkpoint at step 0."""
     from nxtrain.checkpoint.convert.hf import hf_to_nxtrain
 
     hf_to_nxtrain(src, dst)
@@ -88,9 +88,9 @@ def nxtrain_to_hf(
     ] = False,
     base: Base = None,
 ) -> None:
-    """Read a checkpoint, the newest of a run folder or a mirror, write a Hugging Face folder.
+    """Convert a checkpoint, the newest of a run folder or a mirror, to a Hugging Face folder.
 
-    The adapter of a run with finetune.method=lora is added to the weights below it.
+    The adapter of a run with finetune.method=lora is merged into its base weights.
     """
     from nxtrain.checkpoint.convert.hf import nxtrain_to_hf
 
@@ -117,7 +117,7 @@ def average(
     dst: Target,
     last: Annotated[int, integer(0, MAX_SIZE, help="Newest checkpoints of each run folder; 0: all.")] = 0,
 ) -> None:
-    """Read several checkpoints, write the mean of their weights as a checkpoint at step 0."""
+    """Average the weights of several checkpoints, and write the mean as a checkpoint at step 0."""
     from nxtrain.checkpoint.convert.average import average, sources_of
 
     sources = sources_of(src, last)
@@ -127,7 +127,7 @@ def average(
 
 @convert.command(epilog="Example: nxtrain convert ema runs/demo averaged; nxtrain eval averaged")
 def ema(src: Checkpoint, dst: Target) -> None:
-    """Read a checkpoint of a run with optim.ema_decay, write its running mean of the weights as one at step 0."""
+    """Write the running mean of the weights, of a run with optim.ema_decay, as a checkpoint at step 0."""
     from nxtrain.checkpoint.convert.average import running_mean
     from nxtrain.checkpoint.mirror import locate_checkpoint
 
@@ -139,7 +139,7 @@ def ema(src: Checkpoint, dst: Target) -> None:
 
 @convert.command(epilog="Example: nxtrain convert nxtrain-to-peft runs/chat chat-adapter")
 def nxtrain_to_peft(src: Checkpoint, dst: Target) -> None:
-    """Read a checkpoint of a run with finetune.method=lora, write its adapter in PEFT's format."""
+    """Convert the adapter of a run with finetune.method=lora to PEFT's format."""
     from nxtrain.checkpoint.convert.hf import refuse_to_overwrite
     from nxtrain.checkpoint.convert.peft import FILES, read_checkpoint, write_adapter
     from nxtrain.checkpoint.mirror import locate_checkpoint
@@ -154,7 +154,7 @@ def nxtrain_to_peft(src: Checkpoint, dst: Target) -> None:
 
 @convert.command(epilog="Example: nxtrain convert peft-to-hf runs/chat/adapter chat-hf --base Llama-3.2-1B")
 def peft_to_hf(src: Source, dst: Target, base: Base = None) -> None:
-    """Read an adapter in PEFT's format, add it to the weights below it, write a Hugging Face folder."""
+    """Merge an adapter in PEFT's format into its base weights, and write a Hugging Face folder."""
     from nxtrain.checkpoint.convert.hf import write_merged
     from nxtrain.checkpoint.convert.peft import merged_adapter
 
@@ -171,7 +171,7 @@ def nxd_to_nxtrain(
         typer.Option(
             "--config",
             metavar="FILE",
-            help="The model's Hugging Face config.json; by default that in SRC or beside it.",
+            help="Hugging Face config.json of the model; by default the one in SRC or its parent folder.",
             parser=local_path,
         ),
     ] = None,
@@ -179,19 +179,19 @@ def nxd_to_nxtrain(
         Path | None,
         typer.Option(
             metavar="CONFIG",
-            help="The run that goes on from it, which says how far its data is by then.",
+            help="Configuration of the run that will resume, for its position in the data.",
             parser=local_path,
         ),
     ] = None,
     first_copy: Annotated[
-        bool, typer.Option("--first-copy", help="Where tp ranks differ in what they share, such as norms: the first.")
+        bool, typer.Option("--first-copy", help="If replicas on tp ranks differ, such as norms, use the first.")
     ] = False,
     weights_only: WeightsOnly = False,
 ) -> None:
-    """Read NeuronX Distributed's rank files, write a checkpoint.
+    """Convert NeuronX Distributed's rank files of a Llama model to a checkpoint.
 
-    SRC is a tag, or a folder of tags, of which the last that was finished is taken. Weights of its Llama, and the state
-    of AdamW with or without ZeRO-1, from files that save_checkpoint wrote, also with use_xser.
+    SRC is a tag, or a folder of tags, whose newest finished tag is converted. Weights and AdamW state, with or without
+    ZeRO-1, are read from files of save_checkpoint, also with use_xser.
     """
     from nxtrain.checkpoint.convert.nxd_read import nxd_to_nxtrain
     from nxtrain.config.load import load
@@ -202,7 +202,9 @@ def nxd_to_nxtrain(
     meta = nxd_to_nxtrain(src, dst, config=shape, weights_only=weights_only, first_copy=first_copy, run=goes_on)
     typer.echo(f"{dst} holds {', '.join(meta.kinds)} at step {meta.step}")
     if meta.step and not meta.samples:
-        typer.echo("no run can go on from it: how much data it has seen is not kept there; say so with --run CONFIG")
+        typer.echo(
+            "no run can resume from it, since NeuronX Distributed saves no position in the data; use --run CONFIG"
+        )
 
 
 @convert.command(epilog="Example: nxtrain convert nxtrain-to-nxd runs/demo nxd_ckpts --tp 8 --pp 2 --dp 4")
@@ -210,30 +212,34 @@ def nxtrain_to_nxd(
     src: Checkpoint,
     dst: Target,
     tp: Annotated[int, integer(0, MAX_SIZE, help="Tensor parallel ranks; 0: as in the run.")] = 0,
-    pp: Annotated[int, integer(0, MAX_SIZE, help="Pipeline stages, as equal as NxD cuts them; 0: as in the run.")] = 0,
-    dp: Annotated[int, integer(0, MAX_SIZE, help="Ranks that cut the optimizer's state; 0: as in the run.")] = 0,
+    pp: Annotated[int, integer(0, MAX_SIZE, help="Pipeline stages, split as by NxD; 0: as in the run.")] = 0,
+    dp: Annotated[int, integer(0, MAX_SIZE, help="Ranks that shard the optimizer state; 0: as in the run.")] = 0,
     kv_replicator: Annotated[
         int,
-        integer(0, MAX_SIZE, help="Copies of each K/V head, kv_shared_group_size; 0: as few as tp needs."),
+        integer(0, MAX_SIZE, help="Replicas of each K/V head, kv_shared_group_size; 0: as few as tp needs."),
     ] = 0,
     qkv: Annotated[
         Literal["separate", "grouped", "fused"] | None,
-        typer.Option(help="q, k, v apart, in the module for grouped queries (qkv_linear), or one matrix (fuse_qkv)."),
+        typer.Option(help="Separate q, k, v; the grouped query module (qkv_linear); or one matrix (fuse_qkv)."),
     ] = None,
-    platform: Annotated[Literal["trn1", "trn2"], typer.Option(help="How copied K/V heads are dealt out.")] = "trn1",
-    zero1: Annotated[bool, typer.Option("--zero1/--no-zero1", help="The optimizer's state is cut over dp.")] = True,
+    platform: Annotated[
+        Literal["trn1", "trn2"], typer.Option(help="Platform whose order of replicated K/V heads is used.")
+    ] = "trn1",
+    zero1: Annotated[bool, typer.Option("--zero1/--no-zero1", help="Shard the optimizer state over dp.")] = True,
     run: Annotated[
         Path | None,
         typer.Option(
-            metavar="CONFIG", help="The run, for its optimizer; by default that in its folder.", parser=local_path
+            metavar="CONFIG",
+            help="Configuration of the run, for its optimizer; by default the one in the run folder.",
+            parser=local_path,
         ),
     ] = None,
     weights_only: WeightsOnly = False,
 ) -> None:
-    """Read a checkpoint, the newest of a run folder or a mirror, write NeuronX Distributed's rank files.
+    """Convert a checkpoint, the newest of a run folder or a mirror, to NeuronX Distributed's rank files.
 
-    In DST a tag step_<step> for its load_checkpoint, with config.json for the model of its Llama example. Its scripts
-    go on with the optimizer and the schedule where the run was, and begin their data anew.
+    DST gets a tag step_<step> for load_checkpoint, with the config.json of NxD's Llama example. NxD's scripts resume
+    the optimizer and the learning-rate schedule, and start at the beginning of their data.
     """
     from nxtrain.checkpoint.convert.nxd_write import NxdTarget, nxtrain_to_nxd, optimizer_settings_of
     from nxtrain.checkpoint.mirror import locate_checkpoint

@@ -26,7 +26,7 @@ _UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("kmgt", st
 
 
 def _path(text: str) -> Path:
-    """Path of this machine, with the home folder expanded."""
+    """Parse a path on this machine, and expand the home folder."""
     try:
         return Path(local(text))
     except ValueError as error:
@@ -34,7 +34,7 @@ def _path(text: str) -> Path:
 
 
 def _location(text: str) -> Location:
-    """Path of this machine, or an address in object storage. Parameters that may be either are paths for typer."""
+    """Parse a path on this machine, or an address in object storage; typer declares both as paths."""
     from nxtrain.common.io.object_store import location_of
 
     if is_bucket(text):
@@ -43,7 +43,7 @@ def _location(text: str) -> Location:
 
 
 def _source(text: str) -> Any:
-    """Path, address in object storage, or address of a data set of the Hub."""
+    """Parse a source: a path, an address in object storage, or a data set of the Hub."""
     if not text.startswith(HUB):
         return _location(text)
     from nxtrain.data.arrow.hub_files import HubAddress
@@ -52,7 +52,7 @@ def _source(text: str) -> Any:
 
 
 def _tokenizer(text: str) -> Path:
-    """Path of this machine, or folder of the tokenizer of a model of the Hub, whose files are fetched."""
+    """Parse the path of a tokenizer, or a model of the Hub, whose tokenizer is downloaded."""
     if model_named(text) is None:
         return _path(text)
     from nxtrain.config.model_folder import tokenizer_folder
@@ -61,10 +61,10 @@ def _tokenizer(text: str) -> Path:
 
 
 def _output(text: str) -> Path:
-    """Path of this machine: an address is refused, since an unfinished output grows and is cut."""
+    """Parse the path of an output file on this machine; raise an error for an address in object storage."""
     if is_bucket(text):
         prefix = text.rpartition("/")[0]
-        raise ConfigError(f"--out {text}: the output is written on a disk; name a file, and add --upload {prefix}")
+        raise ConfigError(f"--out {text} is not on this machine; give a local file, and add --upload {prefix}")
     return _path(text)
 
 
@@ -75,7 +75,7 @@ def _prefix(text: str) -> str:
 
 
 def _num_bytes(text: str | int) -> int:
-    """Number of bytes, such as 512MiB or 2GB."""
+    """Parse a number of bytes, such as 512MiB or 2GB."""
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?([kmgt]?i?)b?", str(text).lower())
     size = -1
     if match is not None and match[2] in _UNITS:
@@ -154,10 +154,10 @@ def prepare(
         ),
     ] = None,
 ) -> None:
-    """Copy the documents of text, JSON Lines, Parquet and Arrow files into one Arrow file that training maps.
+    """Copy documents of text, JSON Lines, Parquet and Arrow files to one Arrow file, which training memory-maps.
 
-    With a tokenizer the file holds token ids. The same command goes on where a kill ended it, and gives the same bytes.
-    A bad row stops it with exit code 3, or is skipped, counted and written to FILE.bad.jsonl.
+    With a tokenizer the file holds token ids. After a kill, the same command continues, and writes the same bytes. A
+    bad row stops the command with exit code 3, or is skipped, counted and written to FILE.bad.jsonl.
     """
     from nxtrain.common.process.signals import noted
     from nxtrain.data.arrow.preparation import PreparationRequest, prepare_corpus
@@ -205,7 +205,7 @@ def inspect(
         bool, typer.Option("--verify", help="Read all of a prepared corpus, and compare it with its checksums.")
     ] = False,
 ) -> None:
-    """Show sizes, lengths of documents, samples, and the waste of each way to pack a corpus.
+    """Show sizes, document lengths, samples, and the padding of each packing method for a corpus.
 
     Damaged files, and files without a document, end the command with exit code 3.
     """
@@ -237,7 +237,7 @@ def teach(
     out: Annotated[Path, typer.Option(help="File for data.teacher.", show_default=False, parser=_path)],
     k: Annotated[int, integer(help="Most likely tokens for each target.")] = 32,
 ) -> None:
-    """Write the most likely tokens of a teacher for each target of a token file."""
+    """Write a teacher's most likely tokens for each target of a token file, for distillation."""
     from nxtrain.tools.eval.teach import teach
 
     teach(model, rows, out, k)

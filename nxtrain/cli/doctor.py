@@ -1,4 +1,4 @@
-"""`nxtrain doctor`: checks of this machine."""
+"""Command `nxtrain doctor`, which checks this machine for training."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def doctor(
 ) -> None:
     """Check this machine before a run, or between runs: devices, network, limits, disks, clock, packages.
 
-    Ends with 0 if all is well, and with 5 after a fault; each fault has its consequence and a fix. Without CONFIG the
-    machine is checked for any run, and a run that is under way is not a fault: fit for a health check.
+    The exit code is 0 without a fault, and 5 with faults. Each fault is printed with its consequence and a fix. Without
+    CONFIG the machine is checked for any run, and a running job is not a fault, as for a health check.
     """
     from nxtrain.tools.doctor.collectives import world_of
     from nxtrain.tools.doctor.examine import EXIT_CODE, examine, line_of, to_json
 
     if first_node and not collectives:
-        raise ConfigError("--first-node is of the test of links, which only --collectives asks for; add --collectives")
+        raise ConfigError("--first-node has an effect on the test of network links only; add --collectives")
     meeting = None
     if first_node:
         meeting = world_of(first_node, rank, world)

@@ -24,7 +24,7 @@ GENERATE_EPILOG = 'Example: nxtrain generate runs/demo --prompt "def " --max-new
 EVAL_EPILOG = "Example: nxtrain eval runs/demo --all; nxtrain eval runs/demo --tasks recipe"
 
 EVAL_TOKENS = 1024
-"""Tokens of some rows, which an evaluation computes at once."""
+"""Typical number of tokens that an evaluation computes in one forward pass, for the choice of threads."""
 
 Seed = Annotated[int, integer(-MAX_INT, MAX_INT, help="Start of the randomness.")]
 
@@ -59,9 +59,9 @@ def generate(
     visible_cores: Cores = "",
     as_json: AsJson = False,
 ) -> None:
-    """Continue a text with a trained model; each token is shown as it comes.
+    """Generate a continuation of a text with a trained model; each token is printed at once.
 
-    Under torchrun, the ranks share the model by tensor parallelism, and the first one prints.
+    Under torchrun, the ranks shard the model by tensor parallelism, and rank 0 prints.
     """
     checkpoint = _on_storage(checkpoint)
     placement = _start_anew(checkpoint, visible_cores, tokens=len(prompt))
@@ -139,10 +139,10 @@ def evaluate(
     visible_cores: Cores = "",
     as_json: AsJson = False,
 ) -> None:
-    """Measure a trained model by tasks that need no network, by tasks of the lm-evaluation-harness, or on pairs.
+    """Evaluate a trained model on offline tasks, on tasks of the lm-evaluation-harness, or on pairs of answers.
 
-    Results are added to evaluations.jsonl of the run folder; what is there already is not computed again. Under
-    torchrun, the ranks share the requests, or with --tp the model, and the first one prints.
+    Results are added to evaluations.jsonl in the run folder, and existing results are not computed again. Under
+    torchrun, the ranks split the requests, or with --tp the model, and rank 0 prints.
     """
     names = tuple(name.strip() for name in (tasks or "").split(",") if name.strip())
     if tasks is not None and not names:
@@ -153,7 +153,9 @@ def evaluate(
         typer.echo(listed())
         return
     if reference and pairs is None:
-        raise ConfigError(f"--reference {reference} compares answers of pairs; name their file with --pairs")
+        raise ConfigError(
+            f"--reference {reference} is for pairs of answers only; give their file by --pairs FILE.arrow"
+        )
     checkpoint = _on_storage(checkpoint)
     placement = _start_anew(checkpoint, visible_cores, tokens=EVAL_TOKENS)
     from nxtrain.common.process.console import standard_error
@@ -178,7 +180,7 @@ def evaluate(
 
 
 def _on_storage(checkpoint: str) -> str:
-    """Address of a model; of a repository of the Hub, the folder of its files in the cache of this machine."""
+    """Return the address of a model; a model of the Hub is downloaded to the cache of this machine."""
     if model_named(checkpoint) is None:
         return checkpoint
     from nxtrain.config.model_folder import whole_folder
@@ -187,7 +189,7 @@ def _on_storage(checkpoint: str) -> str:
 
 
 def _name_source(address: str, model: Trained, *, is_named: bool) -> None:
-    """Name the checkpoint that was found at an address, unless the output does, and warn if it is not the newest."""
+    """Print the checkpoint found at an address, unless the output names it, and warn if a newer one is unusable."""
     from nxtrain.checkpoint.mirror import choice_of, is_same
     from nxtrain.common.io.object_store import location_of
     from nxtrain.common.process.console import standard_error
@@ -203,10 +205,12 @@ def _name_source(address: str, model: Trained, *, is_named: bool) -> None:
 
 
 def _start_anew(checkpoint: str, visible_cores: str, tokens: int) -> Placement:
-    """Placement of this rank, after its threads and, if the user names cores, its Neuron core are set.
+    """Restart the process with the right number of threads, and optionally its Neuron core; return its placement.
 
     Args:
-        visible_cores: Neuron cores of all ranks; empty: the user names none.
+        checkpoint: Address of the model.
+        visible_cores: Neuron cores of all ranks; empty if the user names none.
+        tokens: Tokens that a forward pass computes.
     """
     placement = Placement.read()
     from nxtrain.launch.neuron import reexec_for_inference, reexec_on_cores

@@ -1,4 +1,4 @@
-"""Command `nxtrain inspect`; the implementation is imported when the command is called."""
+"""Command `nxtrain inspect`, which shows a model's parameters and shards; it imports its implementation lazily."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def inspect_model(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show a model, its pipeline stages, units and shards, and the bytes of a rank; of a run also its checkpoint.
+    """Show a model, its pipeline stages, units and shards, and the bytes per rank; for a run, also its checkpoint.
 
-    Nothing is built: a model of any size takes a second and no memory. --trace alone runs a step, on tensors without
-    storage, and prints nothing else.
+    No model is built, so a model of any size takes a second and little memory. --trace runs one step on tensors without
+    storage, and prints its collectives and passes only.
     """
     from nxtrain.plan.inspection import inspect
     from nxtrain.plan.show_inspection import show_inspection

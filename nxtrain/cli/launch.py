@@ -1,4 +1,4 @@
-"""`nxtrain launch`: a run on this machine, or the files that start it on a cluster."""
+"""Command `nxtrain launch`, which starts a run on this machine, or writes the files that start a run on a cluster."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ APPLY = {
     "--mounts": ("slurm", "hyperpod"),
     "--storage": ("parallelcluster", "eks"),
 }
-"""Targets that read each option; other targets would ignore the option."""
+"""Values of --target for which each option has an effect."""
 
 EPILOG = "Example: nxtrain launch configs/demo.toml --nproc 2 run.dir=runs/mine"
 
 
 PER_GPU = 0
-"""Value of `--nproc gpu`."""
+"""Number that stands for `--nproc gpu`, one rank per visible GPU."""
 
 
 def _num_ranks(text: str | int) -> int:
@@ -76,11 +76,11 @@ def launch(
         bool, typer.Option("--dry-run", help="Print environment and command, or the files; start nothing.")
     ] = False,
 ) -> None:
-    """Start every rank of a run on this machine, with the environment that its devices need.
+    """Start all ranks of a run on this machine, with the environment variables that the devices need.
 
-    Of several machines, start it on all of them with the same arguments, by srun or pdsh. For a cluster, --target
-    renders the files that start the run there: --out writes them, --dry-run shows them. With neither, --target slurm
-    submits its script with sbatch.
+    With several machines, run this command on all of them with the same arguments, by srun or pdsh. For a cluster,
+    --target renders the files that start the run there: --out writes them, and --dry-run prints them. With neither,
+    --target slurm submits its script with sbatch.
     """
     is_given = {"--out": out is not None, "--image": bool(image), "--first-node": bool(first_node)}
     _check_options(target, nproc, {**is_given, "--mounts": bool(mounts), "--storage": storage is not None})
@@ -109,7 +109,7 @@ def launch(
 
 
 def _check_options(target: str, nproc: int | None, is_given: Mapping[str, bool]) -> None:
-    """Refuse options that a target ignores. An ignored `--out`, without --target, would start the run.
+    """Raise an error for options that have no effect with a target, such as `--out` without --target.
 
     Raises:
         ConfigError: An option is for other targets.

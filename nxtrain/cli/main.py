@@ -1,4 +1,4 @@
-"""The command line: a command is one lazy import and one call, so that help and config errors do not import torch."""
+"""Command line of nxtrain; commands import their implementation lazily, so help and config errors need no torch."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from nxtrain.config.schema import RunConfig
 
 app = typer.Typer(name="nxtrain", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-config = typer.Typer(no_args_is_help=True, help="Show what a configuration says, and which keys there are.")
-cache = typer.Typer(no_args_is_help=True, help="Look after the compiled graphs of a node, and share them with others.")
+config = typer.Typer(no_args_is_help=True, help="Show the values of a configuration, and list all keys.")
+cache = typer.Typer(no_args_is_help=True, help="Manage the compiled graphs of a node, and copy them between nodes.")
 BEFORE = "Before a run"
 RUN = "A run"
 AFTER = "During a run, and after"
@@ -63,9 +63,9 @@ CACHE_HELP = "Folder, configuration file, or s3://, gs:// or az://BUCKET/PREFIX.
 
 
 def main() -> None:
-    """Run the command line; a failure with a message for people ends with its exit code, without a traceback.
+    """Run the command line; an expected error ends the process with its exit code, and without a traceback.
 
-    A closed standard output or standard error changes neither the work of a command nor its exit code.
+    A closed standard output or standard error changes neither the result of a command nor its exit code.
     """
     with pipe_safe_streams():
         try:
@@ -82,17 +82,17 @@ def main() -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """End the process, at once if an orderly end would wait for a collective with other ranks or for an upload."""
+    """Exit the process; exit immediately if an orderly exit would wait for other ranks or for an upload."""
     if _read_placement().is_alone and not _has_uploads_underway():
         sys.exit(code)
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # the reader may be gone, and a scheduler needs the exit code
+        with suppress(OSError):  # the reader may have exited, and a scheduler needs the exit code
             stream.flush()
     os._exit(code)
 
 
 def _read_placement() -> Placement:
-    """Placement of this process, or of a lone process if its variables are invalid, which another check reports."""
+    """Return the ranks of this process; those of a single process if the environment variables are invalid."""
     try:
         return Placement.read()
     except NxtrainError:
@@ -100,7 +100,7 @@ def _read_placement() -> Placement:
 
 
 def _has_uploads_underway() -> bool:
-    """True if uploads to the mirror are still under way, for which the process does not wait."""
+    """True if uploads to the mirror are still running, for which the process does not wait."""
     uploads = sys.modules.get("nxtrain.checkpoint.mirror_uploads")
     return uploads is not None and uploads.are_underway()
 
@@ -153,7 +153,7 @@ def _options(
     epilog="Example: torchrun --nproc-per-node 2 -m nxtrain train configs/demo.toml train.steps=100",
 )
 def train(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Train: one rank, or every rank under torchrun."""
+    """Train a model: with one rank, or with all ranks under torchrun."""
     from nxtrain.config.check import resolve_config
     from nxtrain.config.load import load
 
@@ -208,18 +208,18 @@ def compile_(
     ] = None,
     first_node: FirstNode = "",
     workers: Annotated[int | None, integer(help="Graphs at a time; by default one per 64 GiB of memory.")] = None,
-    retries: Annotated[int, integer(0, MAX_SIZE, help="Times that what failed is tried again, on one machine.")] = 1,
+    retries: Annotated[int, integer(0, MAX_SIZE, help="Times that failed graphs are tried again, on one machine.")] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print environment and command, start nothing.")] = False,
 ) -> None:
     """Compile every graph of a run on this node, before the run.
 
-    Give it the configuration, the overrides and --nproc of the run; only train.steps may differ. It fills
-    compile.cache_dir, and writes the manifest to which compile.on_miss=stop holds a run. With backend.name=neuron it
-    starts neuron_parallel_compile of the Neuron SDK and trains nothing. With backend.name=neuron-native it starts the
-    run for four steps in a temporary folder, on the devices or in TorchNeuron's mode without them; --workers and
-    --retries have no effect there. Of several nodes each needs a cache of its own: start this on all of them at the
-    same time with --first-node, and again if graphs failed, or fetch what one has compiled: nxtrain cache sync SRC DST.
-    A node that holds some pipeline stages only compiles their graphs, and writes a manifest for these.
+    Use the configuration, the overrides and --nproc of the run; only train.steps may differ. The command fills
+    compile.cache_dir, and writes the manifest that compile.on_miss=stop checks. With backend.name=neuron it starts
+    neuron_parallel_compile of the Neuron SDK, and trains nothing. With backend.name=neuron-native it starts the run for
+    four steps in a temporary folder, on the devices or in TorchNeuron's compile-only mode; --workers and --retries have
+    no effect. Each node needs its own cache: run this on all nodes at the same time with --first-node, and again if
+    graphs failed. Or copy the graphs of one node: nxtrain cache sync SRC DST. A node with some pipeline stages only
+    compiles their graphs, and writes their manifest.
     """
     from nxtrain.tools.compile.precompile import precompile
 
@@ -253,10 +253,10 @@ def graphs(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the graphs that a compiler will get, for any rank of any world, on this CPU.
+    """Show the graphs that a run compiles, for any rank of any world size, on this CPU.
 
-    The training step is traced and not executed. Fails with exit code 5 when ranks or steps need different graphs, when
-    a collective spans a group that is not an axis of the mesh, and when the host reads a value inside a step.
+    The training step is traced and not executed. The command fails with exit code 5 if ranks or steps need different
+    graphs, if a collective spans a group that is not an axis of the mesh, or if the host reads a value in a step.
     """
     from nxtrain.tools.trace.command import graphs, present
 
@@ -271,7 +271,7 @@ def show(
     schedule: Annotated[bool, typer.Option("--schedule", help="Draw the learning rate of each step instead.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print every value and where it came from, then check that they fit together."""
+    """Print every configuration value with its origin, and check that the values fit together."""
     from nxtrain.config.check import resolve_config
     from nxtrain.config.load import load
     from nxtrain.config.show import dump, to_json
@@ -289,7 +289,7 @@ def show(
 
 
 def _show_schedule(config: RunConfig, *, as_json: bool) -> None:
-    """Print the learning rates of a run, and what else changes, as charts, or the values of their steps as JSON."""
+    """Print the schedules of a run, such as the learning rate, as charts, or as JSON with steps and values."""
     from nxtrain.optim.schedule import Schedule, decay_factor, rule_schedules
     from nxtrain.optim.schedule_chart import draw, sampled
 
@@ -313,7 +313,7 @@ def _show_schedule(config: RunConfig, *, as_json: bool) -> None:
 
 @config.command(epilog="Example: nxtrain config keys | less")
 def keys() -> None:
-    """Print every key with its type, its default and what it does."""
+    """Print every configuration key with its type, its default and its description."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -332,7 +332,7 @@ def keys() -> None:
 
 @cache.command("ls", epilog="Example: nxtrain cache ls /var/tmp/neuron-compile-cache --json")
 def cache_ls(where: CacheFolder = None, as_json: AsJson = False) -> None:
-    """List compiled graphs: done, failed, locked, stale (locked by somebody who is gone) or pending."""
+    """List compiled graphs: done, failed, locked, stale (locked by a dead process) or pending."""
     from nxtrain.tools.compile.commands import ls
 
     ls(where, as_json)
@@ -340,7 +340,7 @@ def cache_ls(where: CacheFolder = None, as_json: AsJson = False) -> None:
 
 @cache.command("verify", epilog="Example: nxtrain cache verify configs/llama2_7b_trn1.toml")
 def cache_verify(where: CacheFolder = None) -> None:
-    """Compare every finished entry with its hashes, hash new entries, and quarantine damaged ones (exit code 5)."""
+    """Verify the hashes of every finished entry, hash new entries, and quarantine damaged entries (exit code 5)."""
     from nxtrain.tools.compile.commands import verify
 
     verify(where)
@@ -351,7 +351,7 @@ def cache_sync(
     src: Annotated[str, typer.Argument(metavar="SRC", help=CACHE_HELP, show_default=False)],
     dst: Annotated[str, typer.Argument(metavar="DST", help=CACHE_HELP, show_default=False)],
 ) -> None:
-    """Copy every done entry of SRC that DST lacks, whole and checked; many nodes may do so at once."""
+    """Copy every finished entry that DST lacks from SRC, and verify its hashes; many nodes may copy at once."""
     from nxtrain.tools.compile.commands import sync_caches
 
     sync_caches(src, dst)
@@ -360,18 +360,22 @@ def cache_sync(
 @cache.command("clean", epilog="Example: nxtrain cache clean /var/tmp/neuron-compile-cache --max-gib 50")
 def cache_clean(
     where: CacheFolder = None,
-    max_gib: Annotated[float | None, number(0, 1e9, help="Keep so many GiB; what was used last stays.")] = None,
-    failed: Annotated[bool, typer.Option("--failed", help="Put failed entries aside, to be compiled again.")] = False,
-    stale: Annotated[bool, typer.Option("--stale", help="Break the locks of processes that are gone.")] = False,
+    max_gib: Annotated[
+        float | None, number(0, 1e9, help="Keep this many GiB, of the entries that were used last.")
+    ] = None,
+    failed: Annotated[
+        bool, typer.Option("--failed", help="Remove failed entries, so that they are compiled again.")
+    ] = False,
+    stale: Annotated[bool, typer.Option("--stale", help="Remove the locks of dead processes.")] = False,
 ) -> None:
-    """Mend a cache; without an option, as with --failed --stale. What a compiler works on is left alone."""
+    """Clean a cache; without options, like --failed --stale. Entries that a compiler is writing are not touched."""
     from nxtrain.tools.compile.commands import clean
 
     clean(where, max_gib, failed, stale)
 
 
 def _join_lines(commands: typer.Typer) -> None:
-    """Join the lines of each paragraph in the help of all commands, which the terminal breaks by its own width."""
+    """Join the lines of each paragraph in the help of all commands, so that the terminal wraps them."""
     for command in commands.registered_commands:
         text = inspect.cleandoc(command.help or getattr(command.callback, "__doc__", "") or "")
         command.help = "\n\n".join(paragraph.replace("\n", " ") for paragraph in text.split("\n\n"))

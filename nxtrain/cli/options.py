@@ -29,27 +29,27 @@ def _reserve(wanted: bool) -> bool:
 
 
 AsJson = Annotated[bool, typer.Option("--json", callback=_reserve, help="Print JSON.")]
-"""Option of a command that writes its result by `write_document`."""
+"""Option --json of a command that writes its result by `write_document`."""
 
 
 def integer(least: int = 1, most: int = MAX_SIZE, *names: str, **settings: Any) -> Any:
-    """Option that takes an integer; its help shows no bounds, most of which are those of memory.
+    """Declare a command line option with an integer value; its help text shows no bounds.
 
     Args:
-        least, most: Bounds, both allowed.
-        names: Names of the option; by default that of the parameter.
+        least, most: Smallest and largest allowed value.
+        names: Names of the option; by default the name of the parameter.
         settings: Arguments of `typer.Option`.
     """
     return typer.Option(*names, parser=bounded(int, least, most), metavar="N", **settings)
 
 
 def number(least: float, most: float, *names: str, **settings: Any) -> Any:
-    """Option that takes a number; otherwise as `integer`."""
+    """Declare a command line option with a floating point value; see `integer`."""
     return typer.Option(*names, parser=bounded(float, least, most), metavar="X", **settings)
 
 
 def bounded(kind: type[int | float], least: float, most: float) -> Callable[[str], float]:
-    """Parser of a number between two bounds, both allowed."""
+    """Return a parser of numbers from `least` to `most`, both included."""
     name = "number"
     if kind is int:
         name = "integer"

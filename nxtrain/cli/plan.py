@@ -1,4 +1,4 @@
-"""Command `nxtrain plan`; the implementation is imported when the command is called."""
+"""Command `nxtrain plan`, which predicts memory, speed and cost of a run; it imports its implementation lazily."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def plan(
     price: Annotated[float | None, number(0, 1e9, help="USD per machine and hour.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict memory, speed and cost of a run on given machines, before one is booked.
+    """Predict memory, speed and cost of a run on given machines, before a machine is booked.
 
-    Nothing is built or started. A layout that does not fit is reported with the arithmetic; the exit code is then 0 as
-    well, and `fits` of --json is false. Of the instance, the short name will do: trn1n, p5.
+    No model is built, and no run is started. A layout that does not fit is reported with its memory arithmetic; the
+    exit code is then also 0, and `fits` in --json is false. The instance type may be abbreviated: trn1n, p5.
     """
     from nxtrain.plan.command import Question, find_layouts, length_of, predict
     from nxtrain.plan.presets import SHAPES
@@ -68,7 +68,7 @@ def plan(
         what = f"nxtrain has no code for {model}"
         if search:
             what = "--search compares many layouts"
-        raise ConfigError(f"--trace builds a rank of one layout, and {what}; leave one of them out")
+        raise ConfigError(f"--trace builds a rank of one layout, but {what}; use only one of the options")
     if search:
         layouts, note = find_layouts(config, overrides or [], question, assumed)
         if as_json:

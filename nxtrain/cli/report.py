@@ -30,15 +30,17 @@ def report(
         typer.Option(metavar="FILE.html", help="By default report.html in the first RUN_DIR.", parser=local_path),
     ] = None,
     parity: Annotated[bool, typer.Option("--parity", help="Compare runs with the first: exit code 0, or 6.")] = False,
-    loss_bound: Annotated[float, number(0, 10, help="Relative difference of losses that passes.")] = 0.01,
-    norm_bound: Annotated[float, number(0, 10, help="Relative difference of gradient norms that passes.")] = 0.1,
+    loss_bound: Annotated[float, number(0, 10, help="Largest relative difference of losses that passes.")] = 0.01,
+    norm_bound: Annotated[
+        float, number(0, 10, help="Largest relative difference of gradient norms that passes.")
+    ] = 0.1,
     scaling: Annotated[bool, typer.Option("--scaling", help="Efficiency over nodes, and tokens per dollar.")] = False,
     price: Annotated[float | None, number(0, MAX_SIZE, help="USD per machine and hour.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write one HTML page of runs that needs no network: curves, stability, goodput, plan, configuration.
+    """Write one self-contained HTML page about runs: curves, stability, goodput, plan and configuration.
 
-    Runs may still train, or be damaged: the page then says so.
+    The page also reports runs that are still training, and damaged run folders.
     """
     from nxtrain.tools.report.command import report as write_report
     from nxtrain.tools.report.comparison import Bounds
@@ -60,10 +62,10 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="Show the lines once.")] = False,
     every_s: Annotated[
         float,
-        number(0, 86_400, "--every", help="Seconds between looks; 0: by the terminal."),
+        number(0, 86_400, "--every", help="Seconds between updates; 0: by the terminal."),
     ] = 0.0,
 ) -> None:
-    """Follow runs from another terminal, by their files: a line for each run, until all of them have ended."""
+    """Print the progress of runs from their files, one line per run, until all runs have ended."""
     from nxtrain.tools.report.watch import watch as follow
 
     follow(runs, once=once, every_s=every_s)

@@ -1,3 +1,3 @@
-"""Plain data, contracts and errors that every package of nxtrain uses."""
+"""Data classes, interfaces and errors that every package of nxtrain imports."""
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Global batch and sequence length of each step: pure functions of the step, with ramps at the begin of a run."""
+"""Global batch size and sequence length of each update.
+
+Both are pure functions of the step. Both may grow in stages at the begin of a run.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Sequences of each update, over all data parallel ranks.
+    """Global batch size of each update: the number of sequences over all data parallel ranks.
 
-    An update is named by the number of finished updates before it, so that the first is 0.
+    Updates are numbered from 0: update `n` comes after `n` finished updates.
 
     Args:
-        last: Global batch after the stages of the ramp.
-        stages: Update before which each stage ends, ascending, and the stage's global batch.
-        offset: Sequences that `before` counts in addition.
+        last: Global batch size after the last stage of the ramp.
+        stages: Pairs of the first update after a stage, ascending, and the stage's global batch size.
+        offset: Sequences that `before` adds to its count.
     """
 
     last: int
@@ -28,17 +31,17 @@ class BatchSizes:
     def ramp(
         last: int, stages: Sequence[tuple[int, int]], seq_len: int, *, step: int = 0, tokens: int = 0
     ) -> BatchSizes:
-        """Sizes of a ramp by tokens, from a step on.
+        """Global batch sizes of a ramp whose stages end after given numbers of training tokens.
 
-        A stage ends before the first update that begins with so many tokens seen, or more. The number of tokens that
-        were seen is the only state of a ramp.
+        A stage ends before the first update that begins with at least the stage's limit of tokens consumed. The number
+        of consumed tokens is the only state of a ramp.
 
         Args:
-            last: Global batch after the ramp.
-            stages: Tokens of all updates at the end of each stage, ascending, and the stage's global batch.
+            last: Global batch size after the ramp.
+            stages: Pairs of the consumed tokens at the end of a stage, ascending, and the stage's global batch size.
             seq_len: Tokens of a sequence.
-            step: Finished updates.
-            tokens: Tokens that these updates have seen.
+            step: Finished updates, from which the ramp continues.
+            tokens: Tokens that the finished updates have consumed.
         """
         if not stages:
             return BatchSizes(last)
@@ -54,30 +57,30 @@ class BatchSizes:
 
     @property
     def all(self) -> tuple[int, ...]:
-        """The global batches of all stages, and the last."""
+        """Global batch sizes of all stages of the ramp, followed by the final one."""
         return (*(batch for _, batch in self.stages), self.last)
 
     @property
     def unit(self) -> int:
-        """Largest number of sequences that divides every global batch."""
+        """Greatest common divisor of all global batch sizes."""
         return math.gcd(*self.all)
 
     def at(self, step: int) -> int:
-        """Global batch of the update after `step` others."""
+        """Global batch size of update `step`, counted from 0."""
         for end, batch in self.stages:
             if step < end:
                 return batch
         return self.last
 
     def before(self, step: int) -> int:
-        """Sequences of the first `step` updates."""
+        """Number of sequences that the first `step` updates consume."""
         rows, first = self.offset, 0
         for end, batch in self._bounded(step):
             rows, first = rows + (end - first) * batch, end
         return rows
 
     def steps_for(self, rows: float) -> int:
-        """Fewest updates that consume a number of sequences."""
+        """Smallest number of updates that consume at least `rows` sequences."""
         begin = 0
         for end, batch in self.stages:
             if self.before(end) >= rows:
@@ -86,7 +89,10 @@ class BatchSizes:
         return begin + math.ceil((rows - self.before(begin)) / self.last)
 
     def _bounded(self, step: int) -> Iterator[tuple[int, int]]:
-        """The stages up to a step, and the last global batch until this step."""
+        """Iterate over the stages before `step`, as pairs of the stage's end and its global batch size.
+
+        The last pair ends at `step`.
+        """
         for end, batch in self.stages:
             if end >= step:
                 yield step, batch
@@ -97,12 +103,12 @@ class BatchSizes:
 
 @dataclass(frozen=True)
 class EqualSteps:
-    """Adjacent updates of the same size.
+    """A run of adjacent updates with equal global batch size and equal sequence length.
 
     Args:
         steps: Number of updates.
-        global_batch: Rows of each of them.
-        seq_len: Tokens of a sequence; 0: a row is one.
+        global_batch: Rows of each update, over all data parallel ranks.
+        seq_len: Tokens of a sequence; 0 if each row is one sequence.
     """
 
     steps: int
@@ -112,12 +118,12 @@ class EqualSteps:
 
 @dataclass(frozen=True)
 class SeqLengths:
-    """Sequence length of each update. A row of the last length holds several shorter sequences.
+    """Sequence length of each update. During a ramp, a row contains several shorter sequences.
 
     Args:
-        last: Tokens of a row, and of a sequence after the stages.
-        stages: Tokens seen before the first update that has left each stage, ascending, and the stage's length.
-        sizes: Rows of each update.
+        last: Tokens of a row, which is also the sequence length after the last stage.
+        stages: Pairs of the consumed tokens at the end of a stage, ascending, and the stage's sequence length.
+        sizes: Global batch size of each update.
     """
 
     last: int
@@ -125,7 +131,7 @@ class SeqLengths:
     sizes: BatchSizes
 
     def at(self, step: int) -> int:
-        """Sequence length of the update after `step` others."""
+        """Sequence length of update `step`, counted from 0."""
         seen = self.sizes.before(step) * self.last
         for limit, length in self.stages:
             if seen < limit:
@@ -134,12 +140,12 @@ class SeqLengths:
 
 
 def spans(steps: int, sizes: BatchSizes, lengths: SeqLengths | None = None) -> list[EqualSteps]:
-    """Updates of each size among the first `steps`, in order.
+    """Split the first `steps` updates into adjacent spans of equal global batch size and sequence length, in order.
 
     Args:
         steps: Number of updates.
-        sizes: Rows of each update.
-        lengths: Sequence length of each update; None: a row is one sequence.
+        sizes: Global batch size of each update.
+        lengths: Sequence length of each update; None if each row is one sequence.
     """
     ends = [end for end, _ in sizes.stages]
     if lengths is not None:

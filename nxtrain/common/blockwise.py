@@ -1,6 +1,6 @@
-"""Interface of a kernel that computes the feed-forwards of all experts of a rank in blocks of rows.
+"""Interface of a kernel for mixture-of-experts layers: it computes the feed-forwards of a rank's experts in row blocks.
 
-Shapes: T tokens, D hidden, F intermediate of this rank, E experts, n blocks of B rows each.
+Shapes: T tokens, D hidden size, F intermediate size on this rank, E experts, n blocks of B rows each.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ExpertBlocks:
-    """Blocks of rows, each of one expert.
+    """Assignment of tokens to blocks of rows, where all rows of a block belong to one expert.
 
     Args:
-        tokens: (n * B,) integers, token of each row; T for a row without a token.
-        owner: (n,) integers, expert of each block.
+        tokens: (n * B,) integers, the token index of each row; T marks a padding row.
+        owner: (n,) integers, the expert index of each block.
     """
 
     tokens: Tensor
@@ -25,31 +25,37 @@ class ExpertBlocks:
 
     @property
     def height(self) -> int:
-        """Rows of a block."""
+        """Number of rows in a block."""
         return self.tokens.shape[0] // self.owner.shape[0]
 
 
 class BlockwiseKernel(ABC):
-    """Sums over the experts of each token: silu(gate) * up in blocks, times the weight of the token for the expert.
+    """Kernel that computes a mixture-of-experts feed-forward in blocks of rows.
 
-    The weight of an expert that a token does not pass through is 0.
+    The output of a token is the sum over experts of the router weight times the expert's down(silu(gate) * up). The
+    router weight is 0 for an expert to which a token is not routed.
     """
 
     @abstractmethod
     def height(self, num_slots: int, num_experts: int) -> int:
-        """Choose the rows of a block for a number of slots that the experts compute at most."""
+        """Choose the number of rows per block.
+
+        Args:
+            num_slots: Most (token, expert) pairs that the experts of this rank compute.
+            num_experts: Experts of this rank.
+        """
 
     @abstractmethod
     def products(
         self, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, blocks: ExpertBlocks
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the sums, (T, D), and two tensors that `gradients` needs.
+        """Compute the weighted sum of expert outputs for each token, (T, D), and two tensors that `gradients` needs.
 
         Args:
             x: (T, D), tokens.
-            weights: (T, E) float32, weight of each expert for each token.
-            gate_up: (E * 2F, D).
-            down: (D, E * F).
+            weights: (T, E) float32, router weight of each expert for each token.
+            gate_up: (E * 2F, D), gate and up matrices of all experts.
+            down: (D, E * F), down matrices of all experts.
             blocks: Tokens and expert of each block.
         """
 
@@ -64,9 +70,9 @@ class BlockwiseKernel(ABC):
         blocks: ExpertBlocks,
         kept: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Compute the gradients of the first four arguments of `products`.
+        """Compute the gradients of `x`, `weights`, `gate_up` and `down`, the first four arguments of `products`.
 
         Args:
-            grad: (T, D), gradient of the sums.
-            kept: Tensors that `products` returned beside the sums.
+            grad: (T, D), gradient of the weighted sums.
+            kept: The two further tensors that `products` returned.
         """

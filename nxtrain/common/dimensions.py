@@ -1,6 +1,6 @@
-"""Dimensions of a decoder, without torch: sizes, parameters with their sharding, and operations.
+"""Dimensions of a decoder, without torch: sizes, parameter shapes with their sharding, and operation counts.
 
-Modules of `nxtrain.nn` make their parameters from the same segments and specs, and plans count them.
+Modules of `nxtrain.nn` create their parameters from these shard specs. Memory and time plans count the same specs.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class MoeShape:
-    """Feed-forwards of a block of which a router chooses some for each token.
+    """Shape of the mixture-of-experts feed-forward of a block, in which a router selects some experts for each token.
 
     Args:
-        num_experts: Gated feed-forwards of a block.
-        experts_per_token: Experts that a token passes through.
-        expert_size: Width inside of an expert.
+        num_experts: Experts of a block, each a gated feed-forward.
+        experts_per_token: Experts to which a token is routed.
+        expert_size: Intermediate size of an expert.
         aux_loss_coef: Factor of the loss that balances the load of the experts.
-        is_normalized: The weights of a token's experts add up to 1; otherwise they are probabilities over all experts.
-        module: Name of the feed-forward in a block.
-        gate, up, down: Names of an expert's matrices.
-        router: Name of the router in the feed-forward.
-        biases: Router and experts have biases, and files stack the matrices of all experts, gate and values in turn.
-        limit: Gate and values are clamped to it, and one is added to the values; None: the unit is silu(gate) * up.
-        alpha: Factor inside of the sigmoid of a clamped gate.
+        is_normalized: The router weights of a token's selected experts add up to 1. Otherwise they are softmax
+            probabilities over all experts.
+        module: Parameter name of the feed-forward in a block.
+        gate, up, down: Parameter names of an expert's matrices.
+        router: Parameter name of the router in the feed-forward.
+        biases: Router and experts have biases. Files stack the matrices of all experts, with gate and up rows
+            interleaved.
+        limit: Clamp of gate and up in the clamped activation, which also adds one to up. None for silu(gate) * up.
+        alpha: Factor inside the sigmoid of the clamped activation.
     """
 
     num_experts: int
@@ -50,14 +52,14 @@ class MoeShape:
     alpha: float = 1.702
 
     def gate_up_segments(self, experts: range) -> tuple[Segment, ...]:
-        """Matrices of some experts that project their input, gate and values in turn."""
+        """Segments of the fused gate and up matrices of some experts, gate and up alternating by expert."""
         names = (f"{expert}.{matrix}" for expert, matrix in product(experts, (self.gate, self.up)))
         return tuple(Segment(name, self.expert_size) for name in names)
 
     def specs(self, hidden_size: int, experts: range) -> dict[str, ShardSpec]:
-        """Sharding of the matrices of some experts, by their names inside the feed-forward.
+        """Shard specs of the matrices of some experts, by parameter name inside the feed-forward.
 
-        The rows of an expert in the first matrix are adjacent, and so are the columns of an expert in the second.
+        An expert's rows in the gate-up matrix are adjacent. An expert's columns in the down matrix are adjacent.
         """
         gate_up = self.gate_up_segments(experts)
         down = tuple(Segment(f"{expert}.{self.down}", self.expert_size) for expert in experts)
@@ -76,23 +78,24 @@ class MoeShape:
 
 @dataclass(frozen=True)
 class Dimensions:
-    """Dimensions of a decoder, from which its memory and its arithmetic follow.
+    """Dimensions of a decoder, from which its parameter count, memory and operations follow.
 
     Args:
-        vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_size, intermediate_size: Whole sizes.
-        tied: The output projection is the embedding.
-        gated: The feed-forward has a gate next to its first matrix.
+        vocab_size, hidden_size, num_layers, num_heads, num_kv_heads, head_size, intermediate_size: Sizes of the whole,
+            unsharded model.
+        tied: The output projection shares its matrix with the token embedding.
+        gated: The feed-forward is gated, so that it has three matrices instead of two.
         biases: Linear layers and norms have biases.
-        positions: Rows of a learned position embedding; 0: none.
-        qkv_bias: The projections to queries, keys and values have biases, and other layers may have none.
-        head_norms: Every head of the queries and keys is normalized.
-        window: Most tokens that a query of some layer sees, its own among them; None: no layer has a limit.
-        full_layers: First layers, whose queries see all tokens before them in spite of the window.
-        full_period: Of so many layers, the queries of the last see all tokens before them; 0: no such layers.
-        out_bias: The projection back from the heads has a bias.
-        sinks: Each query head has a score without a key in its softmax.
-        mixture: Experts of the blocks; None: every block has one feed-forward.
-        dense_layers: Blocks without experts, in a model whose other blocks have experts.
+        positions: Rows of a learned position embedding; 0 without one.
+        qkv_bias: The query, key and value projections have biases, even if `biases` is False.
+        head_norms: Every query and key head is normalized.
+        window: Sliding window of attention in tokens, the query's own included; None if no layer has one.
+        full_layers: Number of first layers with full causal attention instead of the sliding window.
+        full_period: Every `full_period`-th layer has full causal attention instead of the sliding window; 0 for none.
+        out_bias: The output projection of attention has a bias.
+        sinks: Each query head has an attention sink, a learned score without a key in its softmax.
+        mixture: Mixture of experts of the blocks; None for a dense model.
+        dense_layers: Indices of dense blocks in a model whose other blocks have experts.
     """
 
     vocab_size: int
@@ -118,33 +121,36 @@ class Dimensions:
 
     @cached_property
     def dense(self) -> Dimensions:
-        """Dimensions of a model in which no block has experts."""
+        """The same dimensions without experts, so that every block has a dense feed-forward."""
         return replace(self, mixture=None, dense_layers=())
 
     @property
     def active_width(self) -> int:
-        """Width inside of the feed-forwards that a token passes through in one block."""
+        """Sum of the intermediate sizes of the feed-forwards that a token passes through in one block."""
         if self.mixture is None:
             return self.intermediate_size
         return self.mixture.experts_per_token * self.mixture.expert_size
 
     @cached_property
     def column_params(self) -> int:
-        """Entries of the matrices that a token passes through in one block, and whose outputs are sharded over tp."""
+        """Entries of the column-parallel matrices of one block that a token passes through.
+
+        These are the matrices for query, key, value, gate and up.
+        """
         attention = self.head_size * (self.num_heads + 2 * self.num_kv_heads)
         parts = 2 if self.gated else 1
         return self.hidden_size * (attention + parts * self.active_width)
 
     @cached_property
     def block_matmul_params(self) -> int:
-        """Entries of the matrices that a token passes through in one block, that of the router included."""
+        """Entries of all matrices of one block that a token passes through, the router included."""
         num_experts = 0 if self.mixture is None else self.mixture.num_experts
         others = self.hidden_size * (self.head_size * self.num_heads + self.active_width + num_experts)
         return self.column_params + others
 
     @cached_property
     def num_params(self) -> int:
-        """Parameters of the whole model, a tied embedding counted once."""
+        """Number of parameters of the whole model; a tied embedding counts once."""
         block, dense = (_num_entries(block_specs(part, 1)) for part in (self, self.dense))
         rest = _num_entries(rest_specs(self, first=True, last=True))
         num_dense = len(self.dense_layers)
@@ -152,7 +158,7 @@ class Dimensions:
 
     @cached_property
     def num_active_params(self) -> int:
-        """Parameters of the whole model without the experts that a token does not pass through."""
+        """Parameters that one token uses: all of the model except the experts to which the token is not routed."""
         if self.mixture is None:
             return self.num_params
         idle = self.mixture.num_experts - self.mixture.experts_per_token
@@ -164,11 +170,14 @@ class Dimensions:
 
     @property
     def num_full_layers(self) -> int:
-        """Number of layers whose queries see all tokens before them in spite of the window."""
+        """Number of layers with full causal attention in a model with a sliding window; 0 without a window."""
         return sum(number for window, number in self.windows(range(self.num_layers)) if window is None and self.window)
 
     def windows(self, layers: range) -> list[tuple[int | None, int]]:
-        """Windows of some layers, None for all tokens before a query, and the number of layers with each."""
+        """Pairs of attention window and number of layers with that window, for a range of layers.
+
+        The window is None for full causal attention.
+        """
         num_full = len(layers)
         if self.window is not None:
             num_full = max(0, min(layers.stop, self.full_layers) - layers.start)
@@ -178,9 +187,9 @@ class Dimensions:
         return [(window, number) for window, number in kinds if number]
 
     def attention_flops(self, seq_len: int, window: int | None = None) -> int:
-        """Operations of the two products of causal attention per token and layer, forward.
+        """Forward operations of causal attention per token and layer, for the two products QK^T and PV.
 
-        A query sees half of the sequence on average. Within a window of W tokens, a query sees W - W^2 / 2S.
+        A query sees half of the sequence on average. Within a window of W tokens, a query sees W - W^2 / 2S on average.
         """
         seen = seq_len
         if window is not None and window < seq_len:
@@ -188,11 +197,10 @@ class Dimensions:
         return 2 * self.num_heads * self.head_size * seen
 
     def layer_costs(self, seq_len: int) -> LayerCosts:
-        """Operations of the forward pass of each layer per token; an embedding lookup costs nothing.
+        """Forward operations per token of the embedding (which costs 0), of one block and of the output projection.
 
-        In a model with experts, the block is one that has them. A forward pass has two operations for each entry of a
-        matrix. Attention counts as the mean of all blocks, some of which may have windows. Biases and norms count as
-        nothing.
+        In a model with experts, the block is one with experts. A forward pass has two operations for each matrix entry.
+        Attention counts as the mean over all blocks, since some may have windows. Biases and norms count as 0.
 
         Source: Korthikanti et al. 2022 (arXiv:2205.05198) appendix A, with the causal half of the attention.
         """
@@ -200,7 +208,7 @@ class Dimensions:
         return LayerCosts(0, block, 2 * self.vocab_size * self.hidden_size)
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Operations of forward and backward for one token, causal attention counted once.
+        """Operations of the forward and backward pass of the whole model for one token, with causal attention.
 
         The backward pass has twice as many operations as the forward pass.
         """
@@ -222,7 +230,10 @@ def _num_entries(specs: Mapping[str, ShardSpec]) -> int:
 
 
 def qkv_segments(num_heads: int, num_kv_heads: int, head_size: int, tp: int) -> tuple[Segment, Segment, Segment]:
-    """Projections to queries, keys and values; when tp exceeds the K/V heads, adjacent ranks hold the same head."""
+    """Segments of the fused query, key and value projection.
+
+    If tp exceeds the number of key-value heads, adjacent ranks hold replicas of the same key-value head.
+    """
     replicas = max(1, tp // num_kv_heads)
     return (
         Segment("q_proj", num_heads * head_size),
@@ -232,20 +243,22 @@ def qkv_segments(num_heads: int, num_kv_heads: int, head_size: int, tp: int) -> 
 
 
 def gate_up_segments(intermediate_size: int) -> tuple[Segment, Segment]:
-    """Projections to the gate, and to the values that the gate multiplies."""
+    """Segments of the fused gate and up projection of a gated feed-forward."""
     return Segment("gate_proj", intermediate_size), Segment("up_proj", intermediate_size)
 
 
 def adapter_specs(
     weight: ShardSpec, segments: Sequence[Segment], r: int, *, partial_gradient: bool = False
 ) -> tuple[ShardSpec, ShardSpec]:
-    """Sharding of the matrices A and B of a linear layer's adapters, which share their input.
+    """Shard specs of the LoRA matrices A and B of a linear layer, whose adapters share one input.
 
     The matrix on the side of the unsharded features is replicated over tp.
 
     Args:
-        segments: Outputs with an adapter.
-        partial_gradient: A rank's gradient of a replicated matrix is a partial sum.
+        weight: Shard spec of the layer's weight.
+        segments: Segments of the layer's output that have an adapter.
+        r: LoRA rank of each adapter.
+        partial_gradient: A rank's gradient of the replicated matrix is a partial sum over tp.
     """
     in_features = weight.shape[1]
     out_features = sum(segment.size for segment in segments)
@@ -257,14 +270,14 @@ def adapter_specs(
 
 
 def expert_adapter_specs(weight: ShardSpec, r: int) -> tuple[ShardSpec, ShardSpec]:
-    """Sharding of the matrices A and B of the adapters of one matrix of each expert.
+    """Shard specs of the LoRA matrices A and B for one matrix of each expert.
 
-    Gate and values of an expert share an A, since PEFT adapts the stacked parameter of both. Every tensor parallel rank
+    Gate and up of an expert share one A, since PEFT adapts the stacked parameter of both. Every tensor parallel rank
     has a partial sum of the gradient of a replicated matrix.
 
     Args:
-        weight: Sharding of the matrices, as of `MoeShape.specs`.
-        r: Rank of each adapter.
+        weight: Shard spec of the experts' matrices, as from `MoeShape.specs`.
+        r: LoRA rank of each adapter.
     """
     rows, columns = weight.shape
     experts = tuple(dict.fromkeys(segment.name.partition(".")[0] for segment in weight.segments))
@@ -283,7 +296,7 @@ def expert_adapter_specs(weight: ShardSpec, r: int) -> tuple[ShardSpec, ShardSpe
 
 
 def is_matrix(spec: ShardSpec) -> bool:
-    """True for the weight of a linear layer, which may be quantized; experts and routers are not linear layers."""
+    """True for the sharded weight of a linear layer, which may be quantized. Experts and routers do not count."""
     return spec.dim is not None and len(spec.shape) > 1 and not spec.expert
 
 
@@ -291,9 +304,9 @@ def is_matrix(spec: ShardSpec) -> bool:
 def block_specs(
     dimensions: Dimensions, tp: int, *, fused_qkv: bool = True, fused_gate_up: bool = True
 ) -> dict[str, ShardSpec]:
-    """Sharding of the parameters of one block, by their names inside the block, in the order of the model.
+    """Shard specs of the parameters of one block, by parameter name inside the block, in the model's order.
 
-    In a model with experts, the block is one that has them; `dimensions.dense` has the specs of the others.
+    In a model with experts, the block is one with experts. Pass `dimensions.dense` for a dense block.
     """
     hidden, inner = dimensions.hidden_size, dimensions.intermediate_size
     width = dimensions.head_size
@@ -337,7 +350,7 @@ def block_specs(
 
 
 def _matrices(name: str, segments: tuple[Segment, ...], *, is_fused: bool) -> Iterator[tuple[str, tuple[Segment, ...]]]:
-    """Names and segments of the matrices that project one input: one fused matrix, or a matrix for each segment."""
+    """Names and segments of the projections of one input: one fused matrix, or one matrix for each segment."""
     if is_fused:
         yield name, segments
     else:
@@ -346,9 +359,10 @@ def _matrices(name: str, segments: tuple[Segment, ...], *, is_fused: bool) -> It
 
 
 def rest_specs(dimensions: Dimensions, *, first: bool, last: bool) -> dict[str, ShardSpec]:
-    """Sharding of a stage's parameters outside of blocks, by name; a rank with both tied parameters has only one.
+    """Shard specs of a pipeline stage's parameters outside of blocks, by parameter name.
 
-    The first stage has the embedding, the last the output projection.
+    The first stage has the embedding, and the last stage has the final norm and the output projection. A rank that is
+    both first and last holds a tied matrix once.
     """
     hidden, tied = dimensions.hidden_size, dimensions.tied
     specs: dict[str, ShardSpec] = {}

@@ -1,7 +1,7 @@
-"""Errors that nxtrain reports to people, each with the exit code that scripts and schedulers rely on.
+"""Errors that nxtrain reports to users, each with an exit code on which scripts and schedulers rely.
 
-A user's mistake ends in one readable message and an exit code, never in a traceback. Any exception outside this tree
-is a bug of nxtrain and keeps its traceback.
+A user's mistake ends in one readable message and an exit code, without a traceback. Any exception outside this class
+hierarchy is a bug of nxtrain, and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _OWN_PACKAGES = {"nxtrain", "nxtrain_models"}
 
 
 class NxtrainError(Exception):
-    """Base of all errors meant for people; the message names the problem, the values, the rule and the way out."""
+    """Base class of all errors for users. The message names the problem, the values, the rule and the solution."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of a configuration.
+    """One problem of a configuration, such as a value that breaks a rule.
 
     Args:
-        key: Dotted key, such as `parallel.tp`; empty when no single key is at fault.
-        reason: The problem, with the values and the rule.
+        key: Dotted key, such as `parallel.tp`; empty if the problem has no single key.
+        reason: Description of the problem, with the values and the rule.
         origin: Origin of the value (file, override, default); empty if unknown.
-        hint: The way out, such as the nearest known name; may be empty.
+        hint: Suggested solution, such as the nearest known name; may be empty.
     """
 
     key: str
@@ -46,7 +46,7 @@ class Problem:
 
 
 class ConfigError(NxtrainError):
-    """Configuration or input that cannot run; the error has every problem, not only the first."""
+    """Invalid configuration or input. The error lists all problems, not only the first."""
 
     exit_code = 2
 
@@ -56,7 +56,7 @@ class ConfigError(NxtrainError):
 
 
 class InputError(NxtrainError):
-    """Unusable path or file that a command was given. Unlike a ConfigError, one rank alone may meet the error."""
+    """Unusable path or file given to a command. In contrast to a ConfigError, the error may occur on one rank only."""
 
     exit_code = 2
 
@@ -74,10 +74,12 @@ class CheckpointError(NxtrainError):
 
 
 class DamagedError(CheckpointError):
-    """A file of a checkpoint whose content differs from the written bytes.
+    """A checkpoint file whose content differs from the bytes that were written.
 
     Args:
-        unread: The storage failed at every try to read the file, so that its content is unknown.
+        file: Path or address of the file.
+        reason: Description of the damage.
+        unread: Every attempt to read the file failed, so that its content is unknown.
     """
 
     def __init__(self, file: Path | str, reason: str, unread: bool = False) -> None:
@@ -87,38 +89,38 @@ class DamagedError(CheckpointError):
         super().__init__(f"{file} is damaged: {reason}")
 
     def __reduce__(self) -> tuple[type[DamagedError], tuple[Path | str, str, bool]]:
-        """Pickled form, for sending the error to other ranks."""
+        """Pickle support, for sending the error to other ranks."""
         return DamagedError, (self.file, self.reason, self.unread)
 
 
 class StorageError(NxtrainError):
-    """Storage that fails, perhaps only for a while: the next start may succeed."""
+    """Failure of storage that may be temporary, so that the next start may succeed."""
 
     exit_code = 4
 
 
 class BackendError(NxtrainError):
-    """A device, driver, library or process group that is absent or does not fit."""
+    """A device, driver, library or process group that is missing or incompatible."""
 
     exit_code = 5
 
 
 class CrashLoopError(NxtrainError):
-    """A run that has failed at the same step again and again; another start would waste machine time."""
+    """A run that has failed repeatedly at the same step, so that a restart would waste machine time."""
 
     exit_code = 5
 
 
 class DivergedError(NxtrainError):
-    """A loss or a gradient that is not finite, or a run whose training diverged."""
+    """A loss or gradient that is not finite, or a diverged training run."""
 
     exit_code = 6
 
 
 class LostPeerError(NxtrainError):
-    """Early end of another rank that this rank needs, so that this rank ends too.
+    """Unexpected end of another rank that this rank communicates with, so that this rank must end too.
 
-    The lost rank reports the cause. A new start may succeed.
+    The lost rank reports the cause. A restart may succeed.
     """
 
     def __init__(self, message: str, peer: int | None = None) -> None:
@@ -127,7 +129,7 @@ class LostPeerError(NxtrainError):
 
 
 class HangError(NxtrainError):
-    """A rank that stopped making progress."""
+    """A rank that makes no progress."""
 
     exit_code = 7
 
@@ -137,21 +139,21 @@ class HangError(NxtrainError):
 
 
 class WorkerError(NxtrainError):
-    """Processes of a rank that die or hang more often than allowed; a new start may succeed."""
+    """Data loader processes of a rank that die or hang more often than allowed. A restart may succeed."""
 
 
 class RestartError(NxtrainError):
-    """A run whose state in memory cannot be trusted; a new start from its newest checkpoint repairs it."""
+    """A run whose state in memory cannot be trusted. A restart from the newest checkpoint repairs the run."""
 
 
 class StoppedBySignal(NxtrainError):
-    """A run that a signal ended after its state was saved; a new start resumes it."""
+    """End of a run by a signal, after its state was saved. A restart resumes the run."""
 
     exit_code = 75
 
 
 def explained(error: Exception) -> NxtrainError | None:
-    """Translate an exception of the system or of another package into an error of nxtrain; None for a defect."""
+    """Translate an exception of the system or of another package into an `NxtrainError`; None for a bug of nxtrain."""
     if isinstance(error, NxtrainError):
         return error
     if isinstance(error, ImportError):
@@ -166,7 +168,7 @@ def explained(error: Exception) -> NxtrainError | None:
 
 
 def _requirement(name: str) -> str:
-    """Argument of pip that installs a package in a suitable version."""
+    """Requirement of a package for `pip install`, with its version constraint."""
     import re
     from importlib.metadata import PackageNotFoundError, requires
 
@@ -182,13 +184,13 @@ def _requirement(name: str) -> str:
 
 
 def refused(error: OSError, what: str = "") -> NxtrainError:
-    """Error for a failed system call, the same in every command; the message begins with `what` or the call's paths.
+    """Translate a failed system call into an `NxtrainError`; the message begins with `what` or the call's paths.
 
-    Wrong paths and rights fail at every start. Storage may be back at the next start.
+    Wrong paths and missing permissions fail at every start. Storage may work again at the next start.
     """
     text = f"{what}: {error.strerror or error}" if what else cause_of(error)
     if error.errno in _ACCESS:
-        return BackendError(f"{text}; check the rights of the path and the mount, or give another path")
+        return BackendError(f"{text}; check the permissions of the path and the mount, or give another path")
     if error.errno in _OTHER_KINDS:
         return InputError(f"{text}; check the path, or give another one")
     if error.errno in _ABSENT:
@@ -199,7 +201,7 @@ def refused(error: OSError, what: str = "") -> NxtrainError:
 
 
 def cause_of(error: Exception) -> str:
-    """Reason of a failed system call with its paths, or of an unreadable text, without Python's own words."""
+    """Short reason of an error for messages. For a failed system call, its paths and the system's error text."""
     if isinstance(error, RecursionError):
         return "nested too deep"
     if isinstance(error, ValueError) and "set_int_max_str_digits" in str(error):

@@ -1,6 +1,6 @@
-"""Contract of a model family: the interface of every architecture, and discovery of installed families.
+"""Interface of a model family, which every architecture implements, and discovery of the installed families.
 
-A family is found by its entry point in the group `nxtrain.models`; nothing in nxtrain imports a family. Everything in
+A family is found by its entry point in the group `nxtrain.models`. No module of nxtrain imports a family. Everything in
 this module but `ModelFamily.build` works without torch, so a configuration can be checked on any machine.
 """
 
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
 
 
 class ModelConfig(BaseModel):
-    """Shape of a decoder, under Hugging Face's names; families add further keys."""
+    """Shape of a decoder model, with the key names of Hugging Face configurations. Families add further keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     vocab_size: int
-    """Entries of the vocabulary, unpadded."""
+    """Entries of the vocabulary, without padding."""
     hidden_size: int
     """Width of the residual stream."""
     num_hidden_layers: int
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     tie_word_embeddings: bool = False
-    """The output projection is the embedding matrix itself."""
+    """The output projection shares its matrix with the token embedding."""
     max_position_embeddings: int = 2048
-    """Tokens of the longest sequence."""
+    """Maximum sequence length in tokens."""
 
     @property
     def longest_sequence(self) -> tuple[str, int]:
-        """Key that limits the tokens of a sequence, and the number."""
+        """Configuration key that limits the sequence length, and its value in tokens."""
         return "max_position_embeddings", self.max_position_embeddings
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A published model shape, and the source of the publication."""
+    """A published model configuration, and a reference to its publication."""
 
     config: ModelConfig
     source: str
@@ -59,16 +59,21 @@ class Preset:
 
 @dataclass(frozen=True)
 class BuildContext:
-    """Arguments of a model's construction; model code itself never asks for a device or a rank.
+    """Arguments for building a model. Model code itself never asks for a device or a rank.
 
     Args:
-        fused_qkv, fused_gate_up: Projections that share an input are one matrix.
-        scaled_init: Projections into the residual stream start at std / sqrt(2 * layers).
-        decay_norms: Weight decay applies to the norms too, including norms of heads.
-        parts: Parts of the model that are built, ascending; empty: the whole model.
-        context_parallel: Ranks that share the positions of a sequence; None: each rank has whole sequences.
-        router_losses: Losses of the routers; None: none.
-        moe_capacity_factor: Slots that an expert computes, relative to an even load; None: all.
+        layers: Implementation of the sharded layers.
+        kernels: Device-specific operations.
+        dtype: Type of the parameters.
+        seq_len: Tokens of a sequence.
+        fused_qkv, fused_gate_up: Projections that share an input are fused in one matrix.
+        scaled_init: Projections into the residual stream are initialized with std / sqrt(2 * layers).
+        decay_norms: Weight decay also applies to norm parameters, including norms of heads.
+        parts: Parts of the model to build, ascending; empty for the whole model.
+        context_parallel: Attention over the ranks that share the positions of a sequence; None without context
+            parallelism.
+        router_losses: Auxiliary losses of the routers; None for none.
+        moe_capacity_factor: Expert capacity, relative to an even load; None for dropless routing.
     """
 
     layers: LayerSet
@@ -86,26 +91,29 @@ class BuildContext:
 
 
 class CausalLM(Protocol):
-    """Interface of a built model for training and generation, in addition to the interface of `torch.nn.Module`."""
+    """Interface of a built model for training and generation, beyond that of `torch.nn.Module`."""
 
     context_parallel: ContextAttention | None
-    """Ranks that share the positions of a sequence, which the builder of a model sets."""
+    """Attention over the ranks that share the positions of a sequence, set by the builder of the model; None
+    without.
+    """
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
-        """Repeated submodules, in order of use; each is gathered as one unit when parameters are sharded."""
+        """Transformer blocks, in order of use. Each is all-gathered as one unit when parameters are sharded."""
         ...
 
     @property
     def routing(self) -> Tensor | None:
-        """Losses of the routers in the last loss of a training step, (2,) float32; None without experts.
+        """Auxiliary router losses of the last training loss, (2,) float32; None without experts.
 
-        Load balancing loss and z-loss, times the targets that count. Each rank of dp x cp has its part of a sum.
+        The entries are the load balancing loss and the z-loss, times the number of targets that count. Each rank of dp
+        x cp has its part of a sum.
         """
         ...
 
     def count_loads(self, loads: Tensor) -> None:
-        """Add the loads of the experts to a tensor, in every forward pass of training.
+        """Let every training forward pass add the loads of the experts to the tensor `loads`.
 
         Args:
             loads: (num_hidden_layers, E + 3) float32, the rows of `nxtrain.metrics.routers.Loads`.
@@ -120,40 +128,41 @@ class CausalLM(Protocol):
         starts: Tensor | None = None,
         counted: Tensor | None = None,
     ) -> Sequence[Tensor]:
-        """Compute one of the model's parts on a pipeline stage.
+        """Compute one part of the model on a pipeline stage.
 
         Args:
-            state: (B, S) tokens for the first part. For others (S/tp, B, D), and in a model with E experts the routing
-                of all blocks before the part, (2E + 4,) float32.
-            targets: (B, S) for the last part.
+            state: Input of the part: (B, S) tokens for the first part. For other parts, activations (S/tp, B, D). In a
+                model with E experts, also the routing of all earlier blocks, (2E + 4,) float32.
+            targets: (B, S) target tokens, for the last part only.
             starts, counted: As for `loss`, in every part.
 
         Returns:
-            The loss of the last part, as of `loss`; the state of the next part for others.
+            For the last part, the loss as in `loss`. For other parts, the input of the next part.
         """
         ...
 
     def loss(
         self, inputs: Tensor, targets: Tensor, starts: Tensor | None = None, counted: Tensor | None = None
     ) -> Tensor:
-        """Sum of the tokens' cross entropies, for a model that was built whole: (B, S), (B, S) to () float32.
+        """Sum of the cross entropies of all tokens, for a whole model: inputs (B, S), targets (B, S) to () float32.
 
-        Layers with losses of tokens give (S, B) float32 instead: see `VocabHead`.
+        Layer sets that return one loss per token give (S, B) float32 instead; see `VocabHead`.
 
         Args:
-            starts: (B, S) first position of each position's document, for attention and positions inside of
-                documents; None: a row is one document.
-            counted: (S/tp, B) float32, 1 for a token that the routers' losses count and 0 for another; None: all count.
+            starts: (B, S) index at which each position's document starts, for packed documents. Attention stays inside
+                a document. None if each row is one document.
+            counted: (S/tp, B) float32, 1 for a token that counts in the router losses and 0 otherwise. None if all
+                count.
         """
         ...
 
     def logits(self, inputs: Tensor, starts: Tensor | None = None) -> Tensor:
-        """Logits of a whole model on every rank: (B, S) to (B, S, vocab_size) float32; not differentiable."""
+        """Logits of a whole model, on every rank: (B, S) to (B, S, vocab_size) float32; not differentiable."""
         ...
 
 
 class ModelFamily(ABC):
-    """One architecture: its configuration, presets, module, Hugging Face form and arithmetic."""
+    """One model architecture: its configuration, presets, module, Hugging Face conversion and operation counts."""
 
     name: str
     config_type: type[ModelConfig]
@@ -161,23 +170,29 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def check(self, config: ModelConfig, *, tp: int, seq_len: int) -> list[Problem]:
-        """All problems of a shape at these degrees; keys are `model.config.*` or `parallel.*`."""
+        """Return all problems of a model configuration at these degrees.
+
+        The keys of the problems are `model.config.*` or `parallel.*`.
+        """
 
     @abstractmethod
     def build(self, config: ModelConfig, context: BuildContext) -> nn.Module:
-        """Make the module, a `CausalLM`, on the meta device; unfused parameters have Hugging Face's names."""
+        """Build the model on the meta device, as a module with the interface of `CausalLM`.
+
+        Parameters that are not fused have Hugging Face's names.
+        """
 
     @abstractmethod
     def from_hf(self, hf_config: Mapping[str, Any]) -> ModelConfig:
-        """Read a Hugging Face `config.json`; a ConfigError for anything that this family does not compute."""
+        """Convert a Hugging Face `config.json`; an unsupported setting raises a ConfigError."""
 
     @abstractmethod
     def to_hf(self, config: ModelConfig, dtype: str) -> dict[str, Any]:
-        """Write a Hugging Face `config.json`; `dtype` is torch's name of the weights' type."""
+        """Convert to a Hugging Face `config.json`; `dtype` is torch's name for the type of the weights."""
 
     @abstractmethod
     def dimensions(self, config: ModelConfig) -> Dimensions:
-        """Dimensions of the model, from which its parameters, memory and operations follow."""
+        """Dimensions of the model, from which its parameter count, memory and operations follow."""
 
     def preset(self, name: str) -> ModelConfig:
         """Configuration of a preset."""
@@ -190,7 +205,7 @@ class ModelFamily(ABC):
 
 
 _ENTRY_POINTS = "nxtrain.models"
-"""Group of entry points under which packages offer families."""
+"""Entry point group under which packages register model families."""
 
 
 def family_names() -> list[str]:
@@ -200,7 +215,7 @@ def family_names() -> list[str]:
 
 @cache
 def find_family(name: str) -> ModelFamily:
-    """Load the family that is installed under this name; packages are searched once per process."""
+    """Load the installed model family with this name. Packages are searched once per process."""
     families = {entry.name: entry for entry in entry_points(group=_ENTRY_POINTS)}
     if name not in families:
         names = ", ".join(sorted(families)) or "none"

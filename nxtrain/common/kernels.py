@@ -1,4 +1,4 @@
-"""Interface of a device's kernels: operations with an implementation for each kind of device."""
+"""Interface of the device kernels: operations that have an implementation for each kind of device."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., object])
 
 Pieces = tuple[range, ...]
-"""Ascending positions."""
+"""Ascending ranges of sequence positions."""
 
 
 class MeanDecay(NamedTuple):
-    """Weights of a running mean in an update: of the mean before, of a new value, and their sum so far, () float32."""
+    """Weights of a moving average in AdamW: of the old average, of a new value, and their sum so far, () float32."""
 
     keep: float | Tensor
     add: float | Tensor
@@ -33,13 +33,13 @@ class AdamStep:
     """Arguments of an AdamW update.
 
     Args:
-        lr: () float32, on the device, so that a new value needs no new graph.
-        step: () float32, on the device, updates done including this one.
-        grad_scale: () float32, on the device, multiplies every gradient.
+        lr: Learning rate, () float32 on the device, so that a new value needs no new graph.
+        step: Number of updates including this one, () float32 on the device.
+        grad_scale: Factor of every gradient, () float32 on the device.
         betas, eps: As in Loshchilov and Hutter 2019 (arXiv:1711.05101), with a decoupled weight decay.
-        weight_decay: If it changes, () float32, on the device.
-        skip: () bool, on the device, keeps every tensor unchanged, bit for bit; None: never.
-        means: Weights of both running means, in place of `betas` that change; None: `betas` are those of all updates.
+        weight_decay: Weight decay; () float32 on the device if it has a schedule.
+        skip: () bool on the device; True leaves every tensor unchanged, bit for bit. None never skips.
+        means: Weights of both moving averages if the betas change during the run; None if `betas` are constant.
     """
 
     lr: Tensor
@@ -54,18 +54,18 @@ class AdamStep:
 
 @dataclass(frozen=True)
 class RoundingKey:
-    """Key of a tensor's random bits, without the step; made by `nxtrain.optim.rounding`.
+    """Key of the random bits for stochastic rounding of a tensor, without the step; made by `nxtrain.optim.rounding`.
 
     Args:
-        rows: (R,) int32, hash of seed, name and global row, odd.
-        pairs: (P,) int32, hash of the number of each pair of columns.
-        columns: (C,) int32, hash of the number of each column's pair.
-        odd: (C,) bool, the column takes the high half.
-        begins_odd: The first column is the second of its pair.
-        shared: Other ranks round the same entries with the same key, and the results must be equal. Hardware that draws
-            its own bits cannot be used.
-        alone: Each column has a word of its own, whose low half it takes: P = C, and no column is odd. Columns of
-            several tensors are side by side, and their pairs may begin at odd places.
+        rows: (R,) int32, odd hash of the seed, the parameter name and the global row.
+        pairs: (P,) int32, hash of the index of each pair of columns.
+        columns: (C,) int32, hash of the index of each column's pair.
+        odd: (C,) bool, True for a column that uses the high half of its pair's random word.
+        begins_odd: The first column is the second column of its pair.
+        shared: Other ranks round the same entries with the same key and must get equal results. Hardware random bits
+            cannot be used.
+        alone: Each column uses the low half of its own random word, so P = C, and no column is odd. For columns of
+            several tensors side by side, whose pairs may begin at odd offsets.
     """
 
     rows: Tensor
@@ -77,17 +77,17 @@ class RoundingKey:
     alone: bool = False
 
     def narrow(self, start: int, num_rows: int) -> RoundingKey:
-        """Key of adjacent rows."""
+        """Key of `num_rows` adjacent rows from row `start` on."""
         return replace(self, rows=self.rows.narrow(0, start, num_rows))
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Adjacent rows of a parameter.
+    """A range of adjacent rows of a parameter.
 
     Args:
-        start, number: First row and number of rows.
-        whole: The rows are all rows of the parameter.
+        name, start, number: Parameter name, first row, and number of rows.
+        whole: The range has all rows of the parameter.
     """
 
     name: str
@@ -96,23 +96,23 @@ class Rows:
     whole: bool
 
     def of(self, x: Tensor) -> Tensor:
-        """View of the rows in a tensor of the parameter's shape."""
+        """View of these rows in a tensor with the parameter's shape."""
         return x if self.whole else x.narrow(0, self.start, self.number)
 
 
 @dataclass(frozen=True)
 class KeyRanges:
-    """Keys that each query of an attention sees: those whose positions lie in a range.
+    """Attention mask as ranges: each query attends to the keys whose positions lie between two positions.
 
     Args:
-        first: (B, Q) int64, first position that each query sees; one row may serve all sequences.
-        last: (Q,) int64, last position that each query sees, which is its own; ascending.
+        first: (B, Q) int64, first position to which each query attends; one row may serve all sequences.
+        last: (Q,) int64, last position to which each query attends, which is its own position; ascending.
         keys: (K,) int64, positions of the keys; ascending.
-        window: Most positions that a query sees, its own among them; None: no limit.
-        known: Positions of the queries and of the keys on the host, of which a graph may be made; None: they differ
-            between ranks that share a graph.
-        starts: (B, Q) int64, first position of each query's document, as it was uploaded; None: a row is one document.
-            This is read with `known` alone.
+        window: Sliding window of attention in positions, the query's own included; None without a window.
+        known: Positions of the queries and of the keys, known to the host, so that a graph may depend on them. None if
+            the positions differ between ranks that share a graph.
+        starts: (B, Q) int64, first position of each query's document, as uploaded. None if each row is one document.
+            Used only together with `known`.
     """
 
     first: Tensor
@@ -124,10 +124,10 @@ class KeyRanges:
 
     @staticmethod
     def of(starts: Tensor | None, positions: Tensor, window: int | None = None) -> KeyRanges:
-        """Ranges of queries that see the keys of their document, and at most a window of them.
+        """Ranges for causal attention inside documents, optionally limited to a sliding window.
 
         Args:
-            starts: (B, Q) int64, first position of each query's document; None: a row is one document.
+            starts: (B, Q) int64, first position of each query's document; None if each row is one document.
             positions: (Q,) int64, positions of the queries and of the keys.
         """
         # One row of zeros serves all sequences of a batch.
@@ -139,12 +139,12 @@ class KeyRanges:
 
 @dataclass(frozen=True)
 class Grouping:
-    """Rows that grouped products want of a group.
+    """Constraints of a grouped matrix product on the rows of its groups.
 
     Args:
-        multiple: Every group has a multiple of so many rows.
-        counted: The host knows the rows of each group. If not, every group has rows.
-        even: Ranks are taken to exchange equal numbers of rows, since tensors have shapes and no values.
+        multiple: Every group must have a multiple of this number of rows.
+        counted: The host knows the number of rows of each group. Otherwise no group may be empty.
+        even: Assume that ranks exchange equal numbers of rows, since tensors have only shapes and no values.
     """
 
     multiple: int = 1
@@ -153,16 +153,16 @@ class Grouping:
 
 
 ANY_ROWS = Grouping()
-"""Groups of any number of rows."""
+"""Grouping without constraints on the number of rows."""
 
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Division of rows into adjacent groups, together all rows.
+    """Division of all rows of a matrix into adjacent groups, for a grouped matrix product.
 
     Args:
-        ends: (E,) int32, on the device, row after the last one of each group.
-        counts: Rows of each group on the host; None: only the device knows them.
+        ends: (E,) int32 on the device, end row (exclusive) of each group.
+        counts: Number of rows of each group on the host; None if only the device knows them.
     """
 
     ends: Tensor
@@ -170,19 +170,19 @@ class RowGroups:
 
     @staticmethod
     def of(heights: Tensor, grouping: Grouping = ANY_ROWS) -> RowGroups:
-        """Groups of given numbers of rows, (E,) int64."""
+        """Groups with the given numbers of rows, (E,) int64."""
         counts = heights.tolist() if grouping.counted else None
         return RowGroups(heights.cumsum(0).int(), counts)
 
 
 @dataclass(frozen=True)
 class Float8Matrix:
-    """Matrix in float8, whose entries are multiples of scales.
+    """Matrix in float8 with float32 scales, which multiply the entries.
 
     Args:
         values: (M, K) float8_e4m3fn or float8_e5m2, contiguous.
-        scales: float32, of the whole matrix (1, 1), of each row (M, 1), or of each 32 columns of a row (M, K / 32). The
-            last are powers of two.
+        scales: float32, one for the whole matrix (1, 1), for each row (M, 1), or for each 32 columns of a row (M, K /
+            32). Scales of 32 columns are powers of two.
     """
 
     values: Tensor
@@ -190,22 +190,23 @@ class Float8Matrix:
 
     @property
     def has_blocks(self) -> bool:
-        """A row has several scales."""
+        """True if a row has several scales."""
         return self.scales.shape[1] > 1
 
 
 class Kernels(ABC):
-    """Operations with an implementation for each kind of device.
+    """Operations that have an implementation for each kind of device.
 
     Attributes:
-        host_may_look: The host can read a number in the middle of a step at no cost.
-        sums_lists: `square_sums` takes few launches for many tensors, and adds up short sums.
-        makes_zeros: Zeros that the device makes have memory of their own, and are not constants of a graph.
-        adds_products: `add_product` needs no memory for the product.
-        rounds: The device rounds casts from float32 to bfloat16 at random. Ranks may round equal values differently.
-        rounds_on_host: `stochastic_round` leaves the device, so that no graph can contain it.
-        static_shapes: The device compiles each shape anew, so that no shape should depend on data.
-        blockwise: Kernel of all experts of a rank; None: their products are operations of their own.
+        host_may_look: The host can read a device value in the middle of a step at no cost.
+        sums_lists: `square_sums` needs few kernel launches for many tensors, and adds up short partial sums.
+        makes_zeros: Zeros created on the device have their own memory, and are not constants of a graph.
+        adds_products: `add_product` needs no temporary memory for the product.
+        rounds: The device rounds casts from float32 to bfloat16 stochastically. Ranks may round equal values
+            differently.
+        rounds_on_host: `stochastic_round` runs on the host, so that no graph can contain it.
+        static_shapes: The device compiles a graph for each shape, so no shape should depend on data.
+        blockwise: Kernel for all experts of a rank; None if experts use grouped matrix products instead.
     """
 
     host_may_look: bool = False
@@ -219,41 +220,41 @@ class Kernels(ABC):
 
     @abstractmethod
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Product x @ weight.T, which autograd differentiates: (..., I), (O, I) to (..., O)."""
+        """Differentiable product x @ weight.T: (..., I), (O, I) to (..., O)."""
 
     @abstractmethod
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """Product a @ b inside of a backward pass, without a gradient: (..., K), (K, N) to (..., N)."""
+        """Product a @ b without autograd, for use in a backward pass: (..., K), (K, N) to (..., N)."""
 
     @abstractmethod
     def float8_matmul(self, a: Float8Matrix, b: Float8Matrix, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-        """Product a @ b.T, without a gradient: (M, K), (N, K) to (M, N); K and N are multiples of 16.
+        """Product a @ b.T of float8 matrices without autograd: (M, K), (N, K) to (M, N); K and N are multiples of 16.
 
         Args:
-            a, b: Matrices whose scales are of one kind.
+            a, b: Matrices with the same kind of scales.
             dtype: Type of the product.
-            fast: The device may add up in fewer bits than float32 has.
+            fast: The device may accumulate in fewer bits than float32 has.
         """
 
     def add_product(self, total: Tensor, a: Tensor, b: Tensor) -> None:
-        """Add the product a @ b to `total` in place, without a gradient: (M, N) float32, (M, K), (K, N)."""
+        """Add the product a @ b to `total` in place, without autograd: (M, N) float32, (M, K), (K, N)."""
         total.add_(self.matmul(a, b))
 
     def grouping(self, dtype: torch.dtype, sizes: Sequence[int]) -> Grouping:
-        """Groups of rows for products of a type.
+        """Constraints of `grouped_matmul` on the rows of groups, for a dtype.
 
         Args:
-            sizes: Every size of the matrices.
+            sizes: All dimensions of the matrices.
         """
         return ANY_ROWS
 
     @abstractmethod
     def grouped_matmul(self, rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
-        """Product of each group of rows with its matrix, without a gradient: (N, K), (E, K, M) to (N, M)."""
+        """Product of each group of rows with its own matrix, without autograd: (N, K), (E, K, M) to (N, M)."""
 
     @abstractmethod
     def grouped_gradient(self, left: Tensor, right: Tensor, groups: RowGroups, out: Tensor) -> None:
-        """Product left.T @ right of the rows of each group, zeros for a group without rows.
+        """Weight gradients of `grouped_matmul`: left.T @ right for the rows of each group, zeros for an empty group.
 
         Args:
             left, right: (N, K) and (N, M).
@@ -262,11 +263,12 @@ class Kernels(ABC):
 
     @abstractmethod
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention of grouped queries, scaled by 1/sqrt(head_dim).
+        """Causal grouped-query attention, with scores scaled by 1/sqrt(head_dim).
 
         Args:
             q: (S, B, num_heads, head_dim).
-            k, v: (S, B, num_kv_heads, head_dim); each serves num_heads / num_kv_heads adjacent query heads.
+            k, v: (S, B, num_kv_heads, head_dim). Each key-value head serves num_heads / num_kv_heads adjacent query
+                heads.
 
         Returns:
             (S, B, num_heads, head_dim).
@@ -276,30 +278,30 @@ class Kernels(ABC):
     def document_attention(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None = None
     ) -> Tensor:
-        """Causal attention inside of documents: a query sees the keys of its document up to its position.
+        """Causal attention inside documents: a query attends to keys of its document up to its position.
 
         Args:
             q, k, v: As for `attention`.
-            starts: (B, S) int64, first position of each position's document; None: a row is one document.
-            window: Most positions that a query sees, its own among them; None: no limit.
+            starts: (B, S) int64, first position of each position's document; None if each row is one document.
+            window: Sliding window in positions, the query's own included; None without a window.
 
         Returns:
             (S, B, num_heads, head_dim).
         """
 
     def sees(self, ranges: KeyRanges) -> bool:
-        """False if the host knows at no cost that no query sees a key."""
+        """False if the host knows at no cost that the mask lets no query attend to any key."""
         return True
 
     @abstractmethod
     def sink_attention(  # 6 arguments: those of `document_attention`, and the sinks
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, starts: Tensor | None, window: int | None = None
     ) -> Tensor:
-        """As `document_attention`, with a further score in the softmax of each query, which has no key and no value.
+        """As `document_attention`, with an attention sink: a further score without key and value in each softmax.
 
         Args:
             q, k, v, starts, window: As for `document_attention`.
-            sinks: (num_heads,), score of each head.
+            sinks: (num_heads,), sink score of each head.
 
         Returns:
             (S, B, num_heads, head_dim).
@@ -307,48 +309,47 @@ class Kernels(ABC):
 
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
-        """Attention of some queries to some keys, without a gradient; memory is linear in queries and in keys.
+        """Attention of some queries to some keys, without autograd; memory is linear in queries and in keys.
 
         Args:
             q: (Q, B, num_heads, head_dim).
             k, v: (K, B, num_kv_heads, head_dim).
-            ranges: Keys that each query sees.
+            ranges: Keys to which each query attends.
 
         Returns:
-            Output (Q, B, num_heads, head_dim) in float32 or in the type of `q`, zeros for a query that sees none of the
-            keys, and the logarithm of the sum of each query's weights, (B, num_heads, Q) float32, -inf for such a
-            query.
+            Output (Q, B, num_heads, head_dim) in float32 or in the dtype of `q`, and the log-sum-exp of each query's
+            scores, (B, num_heads, Q) float32. A query without keys has zeros and -inf.
         """
 
     @abstractmethod
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, ranges: KeyRanges
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the queries, keys and values of `attend`; `log_sums` may include further keys.
+        """Gradients of the queries, keys and values of `attend`; `log_sums` may also cover keys that are not in `k`.
 
-        The gradients are in float32 or in the type of `q`.
+        The gradients are in float32 or in the dtype of `q`.
 
         Args:
             grad, out: Gradient and output of the attention to all keys, (Q, B, num_heads, head_dim).
-            log_sums: Logarithms of the sums of the weights of all keys.
-            k, v, ranges: Some of the keys; the gradients are those that come from these keys.
+            log_sums: Log-sum-exp of the scores over all keys.
+            k, v, ranges: Some of the keys, values and their mask. Only the contributions of these keys are returned.
         """
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Norm x / rms(x) * weight over the last dimension, rounded once: (..., D), (D,) to (..., D)."""
+        """RMS norm x / rms(x) * weight over the last dimension, rounded once: (..., D), (D,) to (..., D)."""
 
     @abstractmethod
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        """Gated activation silu(gate) * up of a concatenated input, all that is saved: (..., 2F) to (..., F)."""
+        """SwiGLU silu(gate) * up of a concatenated input, of which only the input is saved: (..., 2F) to (..., F)."""
 
     @abstractmethod
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate each pair of dimensions (i, i + H/2) by its position's angle.
+        """Rotary position embedding: rotate each pair of dimensions (i, i + H/2) by the angle of its position.
 
         Args:
             x: (S, B, N, H).
-            cos, sin: (S, 1, 1, H/2) float32, of the angles, times a factor that YaRN may have.
+            cos, sin: (S, 1, 1, H/2) float32, cosine and sine of the angles, times YaRN's factor if any.
 
         Returns:
             (S, B, N, H).
@@ -358,49 +359,46 @@ class Kernels(ABC):
     def cross_entropy(
         self, logits: Tensor, targets: Tensor, columns: VocabColumns, *, needs_grad: bool, z_loss: float = 0.0
     ) -> tuple[Tensor, Tensor | None]:
-        """Cross entropies of some tokens over a sharded vocabulary, and the gradient of their sum by the logits.
+        """Cross entropies of tokens over a sharded vocabulary, and the gradient of their sum by the logits.
 
         The arithmetic on logits is float32.
 
         Args:
-            logits: (T, V), this rank's columns; may be overwritten.
-            targets: (T,) over the whole vocabulary, or `IGNORE_INDEX`. Or (T, 2R): R ids and R probabilities in
-                `PROBABILITY_UNITS`, whose sum is 1; a token whose first id is `IGNORE_INDEX` does not count.
-            z_loss: Factor of the squared log of the softmax's denominator, which each token that counts adds. Source:
+            logits: (T, V), this rank's columns of the logits; may be overwritten.
+            targets: (T,) token ids, or `IGNORE_INDEX`. With soft targets (T, 2R): R ids and R probabilities in
+                `PROBABILITY_UNITS`, whose sum is 1. A token whose first id is `IGNORE_INDEX` does not count.
+            z_loss: Coefficient of the z-loss, the squared log-sum-exp of the logits of each token that counts. Source:
                 Chowdhery et al. 2022, PaLM (arXiv:2204.02311), section 5.
 
         Returns:
-            The cross entropies, (T,) float32, 0 for `IGNORE_INDEX`, and the gradient, (T, V) in the type of `logits`,
-            or None. With `z_loss`, the added terms as well: (2, T) float32; the gradient is that of both sums.
+            The cross entropies, (T,) float32, 0 for `IGNORE_INDEX`, and the gradient, (T, V) in the dtype of `logits`,
+            or None. With `z_loss`, cross entropies and z-losses together, (2, T) float32; the gradient is of both sums.
         """
 
     @abstractmethod
     def recompute(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """Compute `function(*inputs)`, saving only the inputs; the backward pass calls the function again.
+        """Activation checkpointing: compute `function(*inputs)`, save only the inputs, and recompute in backward.
 
         Args:
             function: Deterministic function, without random numbers.
-            inputs: Arguments; tensors among them receive gradients, like the parameters that the function uses.
+            inputs: Arguments. Tensors among them, and parameters that the function uses, receive gradients.
         """
 
     def order(self, tensors: Sequence[Tensor]) -> None:
-        """Make a compiler of graphs compute all of some tensors before what is computed from any of them afterwards.
-
-        Eager devices compute in the order of the code.
-        """
+        """Add an ordering constraint to a lazy graph: compute all given tensors before anything that depends on one."""
 
     @abstractmethod
     def row_square_sums(self, x: Tensor) -> Tensor:
-        """Sum of the squares of each row in float32: (R, C) to (R,)."""
+        """Sum of squares of each row in float32: (R, C) to (R,)."""
 
     def square_sums(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Sum of the squares of each of some tensors, () float32."""
+        """Sum of squares of each given tensor, () float32."""
         return [self.row_square_sums(tensor.reshape(1, -1)).sum() for tensor in tensors]
 
     def fuse(self, function: Function, *, any_size: bool = False) -> Function:
-        """Fuse a function into one graph with the same results, on devices that need it; else return the function.
+        """Compile a function into one graph on devices that benefit; return the function unchanged on other devices.
 
-        The host reads nothing in the function. Numbers that change from call to call are tensors.
+        Inside the function, the host must not read device values. Numbers that change between calls must be tensors.
 
         Args:
             any_size: Tensors differ in size between calls. One graph serves all sizes where the compiler can do that.
@@ -408,7 +406,7 @@ class Kernels(ABC):
         return function
 
     def tiles(self, shapes: Mapping[str, Sequence[int]]) -> list[list[Rows]]:
-        """Division of an update into calls of `adamw`: one call, unless the device prefers otherwise."""
+        """Division of an optimizer update into calls of `adamw`, by rows of parameters; one call by default."""
         rows = [Rows(name, 0, shape[0], whole=True) for name, shape in shapes.items() if shape[0]]
         return [rows] if rows else []
 
@@ -421,30 +419,30 @@ class Kernels(ABC):
         exp_avg_sqs: Sequence[Tensor],
         how: AdamStep,
     ) -> None:
-        """Apply one AdamW update in place to contiguous float32 tensors of equal shapes; may overwrite `grads`.
+        """Apply one AdamW update in place to contiguous float32 tensors; may overwrite `grads`.
 
-        The result of an entry does not depend on the entry's position in a tensor.
+        All have equal shapes. The result of an entry does not depend on its position in a tensor.
         """
 
     @abstractmethod
     def bits(self, x: Tensor) -> Tensor:
-        """Bits of float32 as int32 of the same shape."""
+        """Reinterpret the bits of a float32 tensor as int32 of the same shape."""
 
     @abstractmethod
     def replace(self, x: Tensor, new: Tensor, unless: Tensor) -> None:
-        """Overwrite `x` with new values, rounded to nearest, unless the () bool `unless` is true."""
+        """Overwrite `x` with `new`, rounded to nearest, unless the () bool `unless` is True."""
 
     @abstractmethod
     def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
-        """Round to one of the two nearest bfloat16 values, the nearer value more likely, so that the mean is `x`.
+        """Stochastic rounding to bfloat16: choose one of the two nearest values at random, so that the mean is `x`.
 
-        Values of bfloat16, infinities and NaN are unchanged; a value rounded above the largest number becomes infinite.
-        The result depends on the arguments alone, and is the same on every device that rounds in software. A device may
-        draw its own bits instead, unless the key is shared.
+        Values of bfloat16, infinities and NaN are unchanged. A value rounded above the largest number becomes infinite.
+        The result depends only on the arguments, and is equal on every device that rounds in software. A device may use
+        hardware random bits instead, unless the key is shared.
 
         Args:
             x: float32; may be overwritten.
             out: Result of the shape of `x`, bfloat16 or float32; may be `x`.
-            key: Key of the random bits; a row of the key is an index of dimension 0.
+            key: Key of the random bits, with one row for each index of dimension 0.
             step: () int32, `step_hash` of the number of updates.
         """

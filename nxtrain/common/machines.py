@@ -1,4 +1,7 @@
-"""Machines with accelerators, from `machines.toml`, which has the source of every value; importable without torch."""
+"""Hardware table of machines with accelerators, read from `machines.toml`; importable without torch.
+
+The file has the source of every value.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,10 @@ GIGABIT = 10**9 / 8
 UNITS = {"GB": GB, "GiB": GIB, "GB/s": 1e9, "GiB/s": 2.0**30, "Gbit/s": GIGABIT, "TFLOP/s": 1e12, "USD/h": 1}
 
 NEURON = "aws.amazon.com/neuron"
-"""Kubernetes' resource of a Trainium chip, from the Neuron device plugin."""
+"""Kubernetes resource name of a Trainium chip, as registered by the Neuron device plugin."""
 
 GPU = "nvidia.com/gpu"
-"""Kubernetes' resource of a GPU, from NVIDIA's device plugin."""
+"""Kubernetes resource name of a GPU, as registered by NVIDIA's device plugin."""
 
 PRICED = "on demand, N. Virginia, 2025-02 (AWS slides on foundation models)"
 UNPRICED = "no price is recorded for this instance: AWS sells it by Capacity Block or region; give one with --price"
@@ -32,24 +35,29 @@ UNPRICED = "no price is recorded for this instance: AWS sells it by Capacity Blo
 
 @dataclass(frozen=True)
 class Machine:
-    """One kind of machine; an unknown machine has only a name, and no accelerators.
+    """Hardware data of one machine type. An unknown machine has only a name, and no accelerators.
 
     Args:
-        kind: Chip, which selects the constants of `nxtrain.plan.speed`.
-        target: The compiler's name of a Trainium chip; empty: another chip.
-        accelerators: GPUs, or Trainium chips.
+        name: Name of the machine type.
+        kind: Name of the chip, which selects the constants of `nxtrain.plan.speed`.
+        target: The Neuron compiler's name of a Trainium chip; empty for other chips.
+        accelerators: Number of GPUs or Trainium chips.
         devices: Ranks per machine: GPUs, or logical NeuronCores.
-        physical_cores: Physical cores of each logical NeuronCore.
-        device_bytes: Device memory of one rank.
+        physical_cores: Physical NeuronCores of each logical NeuronCore.
+        device_bytes: Bytes of device memory of one rank.
         device_flops: Dense bfloat16 operations per second of one rank.
-        float8_flops: Dense float8 operations per second of one rank; 0: unknown.
-        memory_bytes_s: Bandwidth of the device memory of one rank.
-        link_bytes_s: Bandwidth of one rank to the others of its machine, one direction; 0: the machine has one device.
-        network_bytes_s: Bandwidth of the machine's network for collectives; 0: machines cannot train together.
-        efa_devices: EFA devices for collectives between machines; 0: machines cannot train together over EFA.
-        price_usd_h: On-demand price of an hour; None: unknown.
+        float8_flops: Dense float8 operations per second of one rank; 0 if unknown.
+        memory_bytes_s: Bandwidth of the device memory of one rank, in bytes per second.
+        link_bytes_s: Bandwidth of one rank to other ranks of its machine, in bytes per second and direction; 0 for a
+            machine with one device.
+        network_bytes_s: Bandwidth of the machine's network for collectives, in bytes per second; 0 if machines cannot
+            train together.
+        efa_devices: EFA devices for collectives between machines; 0 if machines cannot train together over EFA.
+        host_bytes: Bytes of host memory.
+        host_threads: Hardware threads of the host.
+        price_usd_h: On-demand price in USD per hour; None if unknown.
         price_note: Date and source of the price, or the reason for its absence.
-        measured: The machine described itself; its type is not in the table.
+        measured: The values were measured on the machine, since its type is not in the table.
     """
 
     name: str
@@ -73,7 +81,7 @@ class Machine:
 
     @property
     def resource(self) -> str:
-        """Kubernetes' resource of the accelerators; empty: the machine has none."""
+        """Kubernetes resource name of the accelerators; empty without accelerators."""
         if not self.accelerators:
             return ""
         if self.target:
@@ -83,12 +91,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class GpuPeaks:
-    """Dense operations per second of a GPU, by the type of the numbers that are multiplied.
+    """Peak dense operations per second of a GPU, by number type.
 
     Args:
-        bf16: bfloat16 and float16.
-        tf32: float32 as tensor cores round it.
-        fp32: float32.
+        bf16: Peak for bfloat16 and float16.
+        tf32: Peak for float32 rounded to TF32 by tensor cores.
+        fp32: Peak for float32.
     """
 
     bf16: float
@@ -97,7 +105,7 @@ class GpuPeaks:
 
 
 def machine_of(name: str, cells: Mapping[str, Any]) -> Machine:
-    """Machine of a table of `machines.toml`."""
+    """Build a `Machine` from its table in `machines.toml`."""
     values = _values(cells)
     if "price_usd_h" in values:
         values["price_note"] = PRICED
@@ -105,7 +113,7 @@ def machine_of(name: str, cells: Mapping[str, Any]) -> Machine:
 
 
 def _values(cells: Mapping[str, Any]) -> dict[str, Any]:
-    """Words and numbers of a table, the numbers in basic units."""
+    """Strings and numbers of a table in `machines.toml`, with numbers converted to base units."""
     values: dict[str, Any] = {}
     for key, cell in cells.items():
         if isinstance(cell, str):
@@ -119,25 +127,25 @@ TABLE = Path(__file__).with_name("machines.toml")
 _TABLES = tomllib.loads(TABLE.read_text(encoding="utf-8"))
 
 MACHINES = {name: machine_of(name, cells) for name, cells in _TABLES["machines"].items()}
-"""Machines by name."""
+"""All machines of `machines.toml`, by name."""
 
 INSTANCE_TYPES = {name: machine for name, machine in MACHINES.items() if "." in name}
-"""Machines that are one instance type of EC2; an UltraServer is several."""
+"""Machines that are a single EC2 instance type; an UltraServer consists of several instances."""
 
 ALIASES: dict[str, str] = _TABLES["aliases"]
-"""Short names of machines."""
+"""Short names of machines, with the full name of each."""
 
 GPUS = {name: GpuPeaks(**_values(cells)) for name, cells in _TABLES["gpus"].items()}
-"""Peak speeds of GPUs, by words in the names of the GPUs."""
+"""Peak speeds of GPUs, by a part of the GPU's name."""
 
 _OTHER_BOARDS = re.compile(r"\b(MIG|Laptop|Max-Q|Ti|SUPER|D)\b")
-"""Words in names of boards, or of shares of a board, whose peak differs from that of the board without the word."""
+"""Words in GPU names that mark a variant, or a share of a GPU, with another peak speed."""
 
 
 def gpu_peaks(name: str) -> GpuPeaks | None:
-    """Peaks of a GPU by its whole name, such as `NVIDIA H100 PCIe`; None: it is not in the table.
+    """Peak speeds of a GPU by its full name, such as `NVIDIA H100 PCIe`; None if the GPU is not in the table.
 
-    Of several rows, the one with the longest name counts.
+    If several rows match, the row with the longest name counts.
     """
     if _OTHER_BOARDS.search(name):
         return None

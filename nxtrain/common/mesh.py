@@ -1,8 +1,8 @@
-"""Parallel axes of a run, and the replica groups of ranks on each, as pure data.
+"""Mesh of a run: its parallel axes, and the replica groups of ranks on each axis, as pure data.
 
-The module touches no device and no process group, so one process can hold the mesh of rank 3001 of 4096. Ranks are
-laid out as [pp, dp, cp, tp], tensor parallel fastest, so that the ranks that communicate most are the nearest cores.
-NxD and Megatron-LM use the same order. A machine with other wiring gives a different order.
+The module uses no device and no process group, so one process can build the mesh of rank 3001 of 4096. Ranks are
+ordered as [pp, dp, cp, tp], tensor parallel fastest, so that ranks that communicate most are on neighbouring cores. NxD
+and Megatron-LM use the same order. A machine with other wiring may require a different order.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from nxtrain.common.text import listed
 
 @dataclass(frozen=True)
 class Axis:
-    """One parallel dimension of a run, seen from one rank.
+    """One parallel axis of a mesh, from the view of one rank.
 
     Args:
+        name: Name of the axis, such as `tp`.
         rank: This rank's index inside its replica group.
-        groups: Every replica group of the axis, each a tuple of global ranks; together they hold each rank once.
-        spans_stages: A group has ranks of several pipeline stages, which run different programs.
+        groups: All replica groups of the axis, each a tuple of global ranks. Each rank is in exactly one group.
+        spans_stages: A group contains ranks of several pipeline stages, which run different programs.
     """
 
     name: str
@@ -34,11 +35,11 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """Ranks in each replica group."""
+        """Number of ranks in each replica group."""
         return len(self.groups[0])
 
     def neighbours(self, size: int) -> Axis:
-        """Axis of `size` adjacent ranks inside each group, such as those that share a replicated key/value head."""
+        """Axis whose groups are `size` adjacent ranks of this axis, such as ranks with the same replicated K/V head."""
         assert self.size % size == 0, (self, size)
         groups: list[tuple[int, ...]] = []
         for group in self.groups:
@@ -46,15 +47,14 @@ class Axis:
         return Axis(f"{self.name}/{size}", self.rank % size, tuple(groups))
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """Replica group of a global rank."""
+        """Replica group that contains a global rank."""
         return next(group for group in self.groups if rank in group)
 
     def pairs(self, peer: int) -> Axis:
-        """Axis of size two that joins this rank and the neighbour at index `peer`.
+        """Axis of size 2 that pairs this rank with the ring neighbour at index `peer`.
 
-        Indices form a ring of even size. The ring's edges form two perfect matchings. One has the edges that begin at
-        even indices; the other has those that begin at odd indices, with the edge from the last to the first. In a pair
-        the lower index comes first, so that all ranks of an index have the same rank in their pair.
+        The indices form a ring of even size. Its edges form two perfect matchings: edges that begin at even indices,
+        and edges that begin at odd indices. The lower index comes first in each pair.
         """
         size = self.size
         assert size % 2 == 0, f"{self.name} has {size} positions, and an odd ring has no perfect matching"
@@ -71,11 +71,11 @@ class Axis:
 
 @dataclass(frozen=True)
 class StateAxes:
-    """Axes of the ranks that hold the training state of a parameter.
+    """Axes of the ranks that hold the training state (parameters, gradients, optimizer state) of a parameter.
 
     Args:
         copies: Ranks that hold the same tensor parallel shard of the parameter, and sum its gradients.
-        shard: Ranks of `copies` that shard training state between them.
+        shard: Ranks of `copies` among which the training state is sharded.
         replica: Ranks of `copies` that hold the same training state.
     """
 
@@ -86,20 +86,23 @@ class StateAxes:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Axes of one rank: pipeline, data, context and tensor parallel, and products of them.
+    """Parallel axes of a run from the view of one rank: pipeline, data, context, tensor and expert parallel.
 
-    The ranks of dp x cp hold the same parameters, and their gradients are summed. Training state is sharded over them.
+    The ranks of dp x cp hold the same parameters, and their gradients are summed. Training state is sharded over these
+    ranks.
 
     Under expert parallelism, `ep_size` adjacent ranks of dp x cp hold different experts. Ranks at the same position of
     their ep groups hold the same experts.
 
     Args:
+        world: Number of ranks.
         rank: This rank, 0 <= rank < world.
         pp_size, dp_size, cp_size, tp_size: Degrees; their product is `world`.
-        shard_size: Adjacent ranks of dp x cp that shard training state between them; divides `dp_size * cp_size`.
-        order: Every rank once, in the order of the mesh [pp, dp, cp, tp]; empty for ascending.
-        ep_size: Adjacent ranks of dp x cp that divide the experts; divides `dp_size * cp_size`, and `shard_size` if
-            that is more than 1.
+        shard_size: Number of adjacent ranks of dp x cp among which training state is sharded; divides `dp_size *
+            cp_size`.
+        order: All ranks in the order of the mesh [pp, dp, cp, tp]; empty for ascending order.
+        ep_size: Number of adjacent ranks of dp x cp among which experts are divided; divides `dp_size * cp_size`, and
+            `shard_size` if above 1.
     """
 
     world: int
@@ -125,10 +128,10 @@ class Mesh:
         shard: int = 1,
         order: tuple[int, ...] = (),
     ) -> Mesh:
-        """Lay out a world; `dp=0` derives dp from the other degrees, `shard=0` shards state over all of dp x cp.
+        """Build the mesh of a rank; `dp=0` derives dp from the other degrees, `shard=0` shards over all of dp x cp.
 
         Raises:
-            ConfigError: The degrees do not multiply to the world size.
+            ConfigError: The degrees do not fit the world size.
         """
         problems = []
         model = tp * cp * pp
@@ -170,7 +173,7 @@ class Mesh:
 
     @cached_property
     def pp(self) -> Axis:
-        """Pipeline parallel axis: the stages of one model copy."""
+        """Pipeline parallel axis: the stages of one model replica."""
         return self.over("pp")
 
     @cached_property
@@ -190,12 +193,12 @@ class Mesh:
 
     @cached_property
     def shard(self) -> Axis:
-        """Ranks of dp x cp that shard training state between them."""
+        """Axis of the ranks of dp x cp among which training state is sharded."""
         return self.over("shard")
 
     @cached_property
     def replica(self) -> Axis:
-        """Ranks of dp x cp that hold the same training state."""
+        """Axis of the ranks of dp x cp that hold the same training state."""
         return self.over("replica")
 
     @cached_property
@@ -205,40 +208,40 @@ class Mesh:
 
     @cached_property
     def dense(self) -> StateAxes:
-        """Axes of the parameters that all ranks of dp x cp hold."""
+        """Axes of parameters that all ranks of dp x cp hold, which are all parameters outside of experts."""
         return StateAxes(self.dp_cp, self.shard, self.replica)
 
     @cached_property
     def experts(self) -> StateAxes:
-        """Axes of the experts' parameters."""
+        """Axes of the parameters of experts."""
         if self.ep_size == 1:
             return self.dense
         return StateAxes(self.over("expert_copies"), self.over("expert_shard"), self.over("expert_replica"))
 
     @cached_property
     def tp(self) -> Axis:
-        """Tensor parallel axis: the shards of one layer."""
+        """Tensor parallel axis: the ranks that shard each layer."""
         return self.over("tp")
 
     @cached_property
     def model(self) -> Axis:
-        """Pipeline, expert and tensor parallel axes together: the ranks that hold one copy of the whole model."""
+        """Pipeline, expert and tensor parallel axes together: the ranks that hold one replica of the whole model."""
         return self.over("pp", "ep", "tp")
 
     @cached_property
     def batch(self) -> Axis:
-        """Pipeline, data and context parallel axes together: the ranks that share the work on a global batch."""
+        """Pipeline, data and context parallel axes together: the ranks that process one global batch."""
         return self.over("pp", "dp", "cp")
 
     @cached_property
     def state(self) -> Axis:
-        """Ranks that together hold one copy of the training state; a shard axis contains whole ep groups."""
+        """Axis of the ranks that together hold one copy of the training state; shard groups contain whole ep groups."""
         holds_all = self.shard_size == 1 and self.ep_size > 1
         return self.over("pp", "ep" if holds_all else "shard", "tp")
 
     @cached_property
     def stage(self) -> Axis:
-        """Ranks of one pipeline stage, which run the same program."""
+        """Axis of the ranks of one pipeline stage, which run the same program."""
         return self.over("dp", "cp", "tp")
 
     @cached_property
@@ -247,19 +250,19 @@ class Mesh:
         return self.over("pp", "dp", "cp", "tp")
 
     def words(self, rank: int) -> str:
-        """Name of a rank in messages, with its pipeline stage if there are several."""
+        """Name of a rank for messages, with its pipeline stage if there are several stages."""
         if self.pp_size == 1:
             return f"rank {rank}"
         return f"pipeline stage {self.pp.group_of(rank).index(rank)} of {self.pp_size} (rank {rank})"
 
     def stages_held(self, first: int, count: int) -> tuple[int, ...]:
-        """Pipeline stages of a machine that has `count` ranks from `first` on, ascending; empty if all."""
+        """Pipeline stages on a machine with `count` ranks from `first` on, ascending; empty if the machine has all."""
         ranks = set(range(first, first + count))
         held = tuple(stage for stage, group in enumerate(self.stage.groups) if not ranks.isdisjoint(group))
         return held if len(held) < self.pp_size else ()
 
     def over(self, *names: str) -> Axis:
-        """Axis that spans the named axes; `over("pp", "tp")` groups the ranks that differ only in pp and tp."""
+        """Axis over the product of the named axes: `over("pp", "tp")` groups ranks that differ only in pp and tp."""
         tp = self.tp_size
         cp = self.cp_size
         shard = self.shard_size
@@ -295,7 +298,7 @@ class Mesh:
 
 
 def _problems_of_copies(copies: int, cp: int, ep: int, shard: int) -> list[Problem]:
-    """Problems of the division of the ranks of dp x cp, `copies` of them, into shards and between experts."""
+    """Problems of `shard_size` and `ep` for a mesh whose dp x cp has `copies` ranks."""
     replicas = f"dp={copies}" if cp == 1 else f"dp x cp={copies}"
     problems = []
     if shard and copies % shard:
@@ -315,13 +318,13 @@ def _problems_of_copies(copies: int, cp: int, ep: int, shard: int) -> list[Probl
 
 
 def divisors(n: int) -> list[int]:
-    """Divisors of a number, ascending."""
+    """Divisors of a number, in ascending order."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
 
 
 def spans(ranks: Sequence[int]) -> str:
-    """Text of ascending numbers, with runs as ranges: 0-2, 5."""
+    """Format ascending numbers as ranges, such as `0-2, 5`."""
     texts: list[str] = []
     for _, run in groupby(enumerate(ranks), key=lambda item: item[1] - item[0]):
         numbers = [rank for _, rank in run]

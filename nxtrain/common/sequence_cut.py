@@ -1,6 +1,7 @@
 """Division of a sequence between context parallel ranks, as pure data.
 
-Causal attention gives a later position more work. A piece from each end, or every cp-th position, balances the work.
+Under causal attention, a later position costs more work. One piece from each end of the sequence, or every cp-th
+position, gives each rank an equal share of the work.
 
 Source: Brandon et al. 2023 (arXiv:2311.09431) for stripes; Grattafiori et al. 2024 (arXiv:2407.21783) section 3.3.2 for
 a piece from each end.
@@ -19,12 +20,14 @@ ContextMethod = Literal["gather", "ring"]
 
 @dataclass(frozen=True)
 class SequenceCut:
-    """Division of sequences of one length.
+    """Division of sequences of one length between context parallel ranks.
 
     Args:
         seq_len: Tokens of a sequence.
         size: Context parallel degree; divides `seq_len`.
-        layout: Positions of a rank: a piece, a piece from each end, or every `size`-th.
+        layout: Positions of a rank. `contiguous`: one piece; `zigzag`: one piece from each end; `striped`: every
+            `size`-th
+            position.
     """
 
     seq_len: int
@@ -33,7 +36,7 @@ class SequenceCut:
 
     @staticmethod
     def of(seq_len: int, size: int, layout: Literal["auto"] | CutLayout) -> SequenceCut:
-        """Division as configured; `auto` takes zigzag where its pieces have equal lengths, else stripes."""
+        """Division by the configured layout; `auto` selects zigzag if its pieces have equal lengths, else stripes."""
         if layout != "auto":
             return SequenceCut(seq_len, size, layout)
         if seq_len % (2 * size) == 0:
@@ -41,7 +44,7 @@ class SequenceCut:
         return SequenceCut(seq_len, size, "striped")
 
     def positions(self, rank: int) -> tuple[range, ...]:
-        """Positions of a rank, ascending."""
+        """Ranges of sequence positions of a context parallel rank, in ascending order."""
         if self.layout == "striped":
             return (range(rank, self.seq_len, self.size),)
         if self.layout == "contiguous":
@@ -52,17 +55,17 @@ class SequenceCut:
 
     @property
     def rank_of_last(self) -> int:
-        """Rank with the last position, whose queries may see all keys."""
+        """Rank that has the last position of the sequence, whose query may attend to all keys."""
         if self.layout == "zigzag":
             return 0
         return self.size - 1
 
     def listed(self, rank: int) -> tuple[int, ...]:
-        """Positions of a rank, one by one."""
+        """All sequence positions of a context parallel rank, as a tuple."""
         return _listed(self, rank)
 
     def pairs(self, rank: int, window: int | None = None) -> int:
-        """Pairs of a query of a rank and a key that the query sees: all before, or at most a window of them."""
+        """Number of (query, key) pairs of a rank's queries in causal attention, optionally within a sliding window."""
         limit = self.seq_len
         if window is not None:
             limit = min(window, limit)

@@ -1,8 +1,8 @@
-"""Sharding of each parameter over the tensor parallel ranks, for all code that touches a weight.
+"""Sharding of parameters over the tensor parallel ranks, for all code that reads or writes weights.
 
 Initialization, gradients, norms, checkpoints, conversion and planning all derive their shapes and offsets from
-`ShardSpec`; no other module computes the first row of a rank. A fused matrix (q, k and v in one) is a stack of
-segments. In every checkpoint, each segment is a separate tensor with its own name.
+`ShardSpec`. No other module computes the first row of a rank. A fused matrix, such as query, key and value in one, is
+a stack of segments. In every checkpoint, each segment is a separate tensor with its own name.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ class Init:
 
 
 NORMAL = Init()
-"""Initial values of a matrix if none are given."""
+"""Default initialization of a matrix."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One global tensor inside a parameter.
+    """One of the unsharded tensors that are stacked in a parameter, such as the query matrix in a fused projection.
 
     Args:
-        name: Module name of the tensor when it stands alone, such as `q_proj`; empty if the parameter is unfused.
-        size: Entries along the sharded dimension in the whole tensor.
-        replicas: Adjacent tensor parallel ranks that hold the same slice (K/V heads when tp exceeds them).
+        name: Module name of the tensor in checkpoints, such as `q_proj`; empty if the parameter is unfused.
+        size: Size of the whole tensor along the sharded dimension.
+        replicas: Number of adjacent tensor parallel ranks that hold the same slice, as for K/V heads if tp exceeds
+            them.
     """
 
     name: str
@@ -52,13 +53,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class TpSlice:
-    """One contiguous range of a local shard, and the range of a segment's global tensor that it holds.
+    """A contiguous slice of a segment that one tensor parallel rank holds, with its offset in the rank's local shard.
 
     Args:
-        start: First entry in the global tensor, along the sharded dimension.
-        length: Real entries; may be 0 on the last ranks of a padded tensor.
+        segment: The segment.
+        start: First entry in the segment's global tensor, along the sharded dimension.
+        length: Number of entries without padding; may be 0 on the last ranks of a padded tensor.
         local_start: First entry in the local shard.
-        local_length: Entries that the slice takes in the local shard; entries past `length` are padding, always zero.
+        local_length: Number of entries in the local shard with padding. Entries past `length` are padding, always zero.
         copy: Index of this replica, 0 <= copy < copies.
         copies: Number of ranks of the axis that hold the same entries.
     """
@@ -74,10 +76,11 @@ class TpSlice:
 
 @dataclass(frozen=True)
 class ShardBox:
-    """A box of entries of a segment's global tensor, and its offsets in a rank's local tensor.
+    """A box of entries of a segment that one rank holds, with its offsets in the global and local tensors.
 
     Args:
-        offsets, sizes: The box in the global tensor.
+        segment: The segment.
+        offsets, sizes: First entry and extent of the box in the segment's global tensor.
         local_offsets: First entries of the box in the local tensor.
         copy: Index of this replica over the tensor parallel axis, 0 <= copy < copies.
         copies: Number of tensor parallel ranks that hold the same entries.
@@ -92,19 +95,19 @@ class ShardBox:
 
     @staticmethod
     def whole(shape: tuple[int, ...]) -> ShardBox:
-        """Box of a whole unfused tensor."""
+        """Box that covers a whole unfused tensor."""
         origin = (0,) * len(shape)
         return ShardBox(Segment("", shape[0]), origin, shape, origin, copy=0, copies=1)
 
     def rows(self, start: int, number: int) -> ShardBox:
-        """Adjacent rows of the box, counted in dimension 0 from its first row."""
+        """Part of the box: `number` adjacent rows of dimension 0, counted from the box's first row."""
         sizes = (number, *self.sizes[1:])
         first, local_first = self.offsets[0] + start, self.local_offsets[0] + start
         offsets, local_offsets = (first, *self.offsets[1:]), (local_first, *self.local_offsets[1:])
         return replace(self, offsets=offsets, sizes=sizes, local_offsets=local_offsets)
 
     def of(self, local: Tensor) -> Tensor:
-        """View of the box in the local tensor."""
+        """View of the box in a rank's local tensor."""
         for dim, (start, size) in enumerate(zip(self.local_offsets, self.sizes, strict=True)):
             if size != local.shape[dim]:
                 local = local.narrow(dim, start, size)
@@ -112,7 +115,9 @@ class ShardBox:
 
 
 def row_cut(num_rows: int, axis: Axis) -> tuple[int, int]:
-    """First row and number of rows of dimension 0 for a rank. Shares are equal, but smaller on the last ranks.
+    """First row and number of rows of this rank if `num_rows` rows of dimension 0 are divided over an axis.
+
+    Shares are equal, but smaller on the last ranks.
 
     Source: torch's `fully_shard`, which divides rows like `torch.chunk`.
     """
@@ -123,18 +128,21 @@ def row_cut(num_rows: int, axis: Axis) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Sharding of one parameter over an axis.
+    """Sharding of one parameter over the tensor parallel axis, with its names in checkpoints.
 
     Args:
-        shape: Shape of the whole parameter, segments stacked along `dim`, neither padded nor replicated.
-        dim: Dimension that is sharded; None when every rank holds the whole parameter.
-        segments: The global tensors stacked along `dim`; one unnamed segment unless the matrix is fused.
-        partial_gradient: Each rank's gradient of a whole parameter is a partial sum: the rank saw only its slice
-            of the sequence, or only its heads.
-        tied_to: Name of the parameter on the first pipeline stage; this parameter, on the last stage, is its copy.
+        shape: Shape of the whole parameter with segments stacked along `dim`, without padding and replicas.
+        dim: Sharded dimension; None if every rank holds the whole parameter.
+        segments: Global tensors stacked along `dim`; one unnamed segment unless the matrix is fused.
+        partial_gradient: Each rank's gradient of a replicated parameter is a partial sum, over its part of the sequence
+            or its heads.
+        tied_to: Name of the parameter on the first pipeline stage of which this parameter, on the last stage, is a
+            copy.
         has_copy: The last pipeline stage has a copy of this parameter; both get the sum of their gradients.
-        expert: The parameter belongs to the experts of this rank. Other ranks of an expert parallel group have other
-            segments in its place.
+        expert: The parameter belongs to the experts of this rank. Other expert parallel ranks have other segments in
+            its place.
+        decay: Weight decay applies.
+        init: Initial values.
     """
 
     shape: tuple[int, ...]
@@ -148,7 +156,7 @@ class ShardSpec:
     init: Init = field(default_factory=Init)
 
     def __post_init__(self) -> None:
-        """Give an unfused parameter its one segment; check that the segments add up to the shape."""
+        """Give an unfused parameter its single segment, and check that the segments add up to the shape."""
         axis = 0 if self.dim is None else self.dim
         if not self.segments:
             object.__setattr__(self, "segments", (Segment("", self.shape[axis]),))
@@ -156,13 +164,13 @@ class ShardSpec:
 
     @staticmethod
     def column(in_features: int, segments: tuple[Segment, ...], init: Init = NORMAL) -> ShardSpec:
-        """Weight of a linear layer whose outputs are sharded: (sum of the segments, in_features)."""
+        """Spec of a column-parallel weight, whose outputs are sharded: (sum of the segments, in_features)."""
         rows = sum(segment.size for segment in segments)
         return ShardSpec((rows, in_features), dim=0, segments=segments, init=init)
 
     @staticmethod
     def row(in_features: int, out_features: int, init: Init = NORMAL) -> ShardSpec:
-        """Weight of a linear layer whose inputs are sharded: (out_features, in_features)."""
+        """Spec of a row-parallel weight, whose inputs are sharded: (out_features, in_features)."""
         return ShardSpec((out_features, in_features), dim=1, init=init)
 
     @staticmethod
@@ -172,21 +180,21 @@ class ShardSpec:
         init: Init = NORMAL,
         tied_to: str | None = None,
     ) -> ShardSpec:
-        """Weight of the embedding, or of the output projection: (vocab_size, hidden_size), its rows sharded."""
+        """Spec of the embedding or the output projection, with sharded vocabulary rows: (vocab_size, hidden_size)."""
         return ShardSpec((vocab_size, hidden_size), dim=0, tied_to=tied_to, init=init)
 
     @property
     def is_tied(self) -> bool:
-        """True for a parameter that the first and the last pipeline stage each hold."""
+        """True for a parameter of which both the first and the last pipeline stage hold a copy."""
         return self.has_copy or self.tied_to is not None
 
     def of_bias(self) -> ShardSpec:
-        """Sharding of the bias that is added to the products of this matrix; no weight decay applies."""
+        """Spec of the bias of this column-parallel weight, without weight decay."""
         assert self.dim == 0, self
         return ShardSpec(self.shape[:1], dim=0, segments=self.segments, decay=False, init=Init("zeros"))
 
     def of_rank(self, ep: Axis) -> ShardSpec:
-        """Sharding of the experts that this rank of an expert parallel axis holds, of a parameter with all experts."""
+        """Spec of the experts that this rank of an expert parallel axis holds, from the spec of all experts."""
         if not self.expert or ep.size == 1:
             return self
         share = len(self.segments) // ep.size
@@ -195,7 +203,7 @@ class ShardSpec:
         return replace(self, shape=(*self.shape[:dim], size, *self.shape[dim + 1 :]), segments=own)
 
     def pieces(self, axis: Axis) -> tuple[TpSlice, ...]:
-        """Slices that this rank of `axis` holds, in local order; a segment that does not divide is padded."""
+        """Slices of the segments that this rank of `axis` holds, in local order; uneven segments are padded."""
         pieces, local_start = [], 0
         for segment in self.segments:
             copies = axis.size if self.dim is None else segment.replicas
@@ -207,18 +215,18 @@ class ShardSpec:
         return tuple(pieces)
 
     def local_shape(self, axis: Axis) -> tuple[int, ...]:
-        """Shape of each rank's shard, equal on all ranks."""
+        """Shape of a rank's shard, equal on all ranks."""
         last = self.pieces(axis)[-1]
         dim = self.dim or 0
         return (*self.shape[:dim], last.local_start + last.local_length, *self.shape[dim + 1 :])
 
     def global_shape(self, segment: Segment) -> tuple[int, ...]:
-        """Shape of one segment as a separate tensor."""
+        """Shape of one segment as a separate, unsharded tensor."""
         dim = self.dim or 0
         return (*self.shape[:dim], segment.size, *self.shape[dim + 1 :])
 
     def global_name(self, parameter: str, segment: Segment) -> str:
-        """Name of a segment in checkpoints, the same for all copies, by the parameter's name in the model."""
+        """Checkpoint name of a segment, given the parameter's name in the model; tied copies share one name."""
         return global_name(self.tied_to or parameter, segment)
 
     def blocks(self, tp: Axis, shard: Axis) -> Iterator[ShardBox]:
@@ -241,12 +249,12 @@ class ShardSpec:
                 yield ShardBox(piece.segment, tuple(offsets), tuple(sizes), tuple(local), piece.copy, piece.copies)
 
     def views(self, local: Tensor, axis: Axis) -> Iterator[tuple[TpSlice, Tensor]]:
-        """Slices of the local shard, each with its view into the shard, without padding."""
+        """Slices that this rank holds, each with its view of the local shard, without padding."""
         for piece in self.pieces(axis):
             yield piece, local.narrow(self.dim or 0, piece.local_start, piece.length)
 
     def has_whole_runs(self, axis: Axis, length: int) -> bool:
-        """True if every rank's slices are whole runs of `length` adjacent entries of a matrix, counted row by row."""
+        """True if every rank's slices of a matrix are whole runs of `length` adjacent entries in row-major order."""
         rows, columns = self.shape
         for segment in self.segments:
             width, rest = divmod(segment.size * segment.replicas, axis.size)
@@ -260,7 +268,7 @@ class ShardSpec:
         return True
 
     def shard(self, tensors: Mapping[str, Tensor], axis: Axis) -> Tensor:
-        """Copy this rank's shard from whole tensors, one per segment name; padding is zero."""
+        """Create this rank's shard from whole tensors, given by segment name; padding is zero."""
         some = tensors[self.segments[0].name]
         local = some.new_zeros(self.local_shape(axis))
         for piece, view in self.views(local, axis):
@@ -269,11 +277,11 @@ class ShardSpec:
 
 
 class ParamTable(dict[str, ShardSpec]):
-    """Sharding of every parameter of a model, by parameter name, in model order."""
+    """Shard specs of all parameters of a model, by parameter name, in model order."""
 
     @classmethod
     def of(cls, model: nn.Module) -> ParamTable:
-        """Collect the `specs` that the modules of a model declare for their own parameters."""
+        """Collect the shard specs that the modules of a model declare for their own parameters."""
         specs = {}
         for prefix, module in model.named_modules():
             for name, spec in getattr(module, "specs", {}).items():
@@ -284,15 +292,15 @@ class ParamTable(dict[str, ShardSpec]):
         return table
 
     def of_trained(self, model: nn.Module) -> ParamTable:
-        """Sharding of the model's parameters that have gradients, without frozen parameters."""
+        """Shard specs of the parameters that require gradients, without frozen parameters."""
         return ParamTable({name: self[name] for name, p in model.named_parameters() if p.requires_grad})
 
     def num_params(self) -> int:
-        """Number of parameter entries of the model's whole tensors; tied copies are not counted."""
+        """Number of entries of all unsharded parameters; tied copies are not counted."""
         return sum(math.prod(spec.shape) for spec in self.values() if spec.tied_to is None)
 
     def global_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Global name and whole shape of every tensor of the model, as in checkpoints."""
+        """Checkpoint name and unsharded shape of every tensor of the model."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, spec in self.items():
             for segment in spec.segments:
@@ -301,10 +309,10 @@ class ParamTable(dict[str, ShardSpec]):
 
 
 class Layout(dict[str, tuple[ShardBox, ...]]):
-    """Boxes of every parameter whose training state a rank holds, by parameter name, in model order.
+    """Boxes of every parameter whose training state this rank holds, by parameter name, in model order.
 
-    The local tensors are rows of the tensor parallel shards: `row_cut` over the shard axis selects the rows. Rows of
-    zeros may follow.
+    A local tensor has rows of the tensor parallel shard, selected by `row_cut` over the shard axis. Rows of zeros may
+    follow as padding.
     """
 
     def __init__(self, table: ParamTable, mesh: Mesh) -> None:
@@ -316,12 +324,12 @@ class Layout(dict[str, tuple[ShardBox, ...]]):
         return self.mesh.experts if self.table[name].expert else self.mesh.dense
 
     def num_holders(self, name: str) -> int:
-        """Number of ranks of `mesh.state`, apart from those of tp and of tied stages, that hold the same entries."""
+        """Number of ranks of `mesh.state` that hold the same entries, apart from replicas over tp and tied stages."""
         holds_all = self.mesh.shard_size == 1 and not self.table[name].expert
         return self.mesh.ep_size if holds_all else 1
 
     def row_copies(self, name: str, num_rows: int) -> list[int]:
-        """Number of tensor parallel ranks that hold each of the first rows of this rank's tensor; 1 for padding."""
+        """Number of tensor parallel ranks that hold each of the first `num_rows` local rows; 1 for padding."""
         copies = [1] * num_rows
         for block in self[name]:
             for row in range(block.local_offsets[0], block.local_offsets[0] + block.sizes[0]):
@@ -329,10 +337,10 @@ class Layout(dict[str, tuple[ShardBox, ...]]):
         return copies
 
     def is_shared(self, name: str) -> bool:
-        """True if several ranks of one model copy update the same entries of a parameter, each by itself.
+        """True if several ranks of one model replica update the same entries of a parameter independently.
 
         Such entries are replicas over tp (norm weights, replicated K/V heads) and tied copies over pp. Data parallel
-        replicas do not count. The result is the same on all ranks of a stage.
+        replicas do not count. The result is equal on all ranks of a stage.
         """
         spec = self.table[name]
         return spec.is_tied or any(piece.copies > 1 for piece in spec.pieces(self.mesh.tp))

@@ -1,7 +1,7 @@
-"""Layers of each pipeline stage as pure data, balanced by cost or split as configured.
+"""Division of a model's layers into pipeline stages, balanced by cost or as configured, as pure data.
 
-A model with `pp` ranks per copy and `virtual_pp` chunks on each is split into pp * virtual_pp parts, the virtual
-stages. Rank r of the pipeline has parts r, r + pp, r + 2 pp ...: the output of one part is the input of the next.
+A model with `pp` stages and `virtual_pp` chunks on each is split into pp * virtual_pp parts, the virtual stages. Stage
+r has parts r, r + pp, r + 2 pp and so on. The output of each part is the input of the next part.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StagePart:
-    """A run of consecutive layers, which one pipeline stage computes as a unit, with the embedding or the head."""
+    """A range of consecutive blocks that a pipeline stage computes as one unit.
+
+    Args:
+        blocks: Indices of the blocks.
+        first: The part begins with the embedding.
+        last: The part ends with the output projection.
+    """
 
     blocks: range
     first: bool
@@ -21,7 +27,7 @@ class StagePart:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Costs of a model's layers before, in and after its blocks, in operations per token of a forward pass."""
+    """Forward operations per token of the embedding, of one block and of the output projection."""
 
     embedding: int
     block: int
@@ -29,9 +35,9 @@ class LayerCosts:
 
 
 def split_layers(num_blocks: int, num_parts: int, costs: LayerCosts) -> tuple[StagePart, ...]:
-    """Split a model into parts that minimize the cost of the most expensive part. Each part has at least one block.
+    """Split a model into parts of at least one block each, minimizing the cost of the most expensive part.
 
-    Of equally good splits, take the one with more blocks in later parts, which keep fewer micro-batches in flight.
+    Of equally good splits, choose the one with more blocks in later parts, which keep fewer micro-batches in flight.
     """
     spent = [costs.block] * num_parts
     spent[0] += costs.embedding
@@ -45,14 +51,14 @@ def split_layers(num_blocks: int, num_parts: int, costs: LayerCosts) -> tuple[St
 
 
 def split_layers_at(num_blocks: int, cuts: Sequence[int]) -> tuple[StagePart, ...]:
-    """Split a model before the given blocks, ascending."""
+    """Split a model into parts before the blocks with the given indices, ascending."""
     bounds = [0, *cuts, num_blocks]
     last = len(cuts)
     return tuple(StagePart(range(bounds[i], bounds[i + 1]), first=i == 0, last=i == last) for i in range(last + 1))
 
 
 def units_of(sizes: Sequence[int], fewest: int) -> list[range]:
-    """Group adjacent blocks into units that have enough parameters; too small a rest joins the previous unit."""
+    """Group adjacent blocks into sharding units of at least `fewest` parameters; a rest joins the previous unit."""
     units: list[range] = []
     start = held = 0
     for index, size in enumerate(sizes):

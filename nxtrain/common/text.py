@@ -1,18 +1,18 @@
-"""Numbers and lists in messages, tables and charts: durations, sizes, short numbers, the first of many values."""
+"""Text for messages, tables and charts: durations, sizes, short numbers, and the first of many values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 SHOWN = 12
-"""Most values that a message lists, unless a caller needs another number."""
+"""Default maximum number of values that a message lists."""
 
 _FEW_S = 0.01
-"""Seconds below which the text of a time has two digits."""
+"""Seconds below which a duration is formatted with two significant digits."""
 
 
 def listed(values: Iterable[object], most: int = SHOWN) -> str:
-    """Text of the first values in one line, and the number of the others: `1, 2 and 3 more`."""
+    """Format the first values in one line, with the number of further values: `1, 2 and 3 more`."""
     texts = [str(value) for value in values]
     text = ", ".join(texts[:most])
     if len(texts) > most:
@@ -21,7 +21,7 @@ def listed(values: Iterable[object], most: int = SHOWN) -> str:
 
 
 def indented(lines: Sequence[str], most: int = SHOWN) -> str:
-    """Text of the first lines below a message, and the number of the others on a line of its own."""
+    """Format the first lines, indented below a message, with the number of further lines on a line of its own."""
     shown = list(lines[:most])
     if len(lines) > most:
         shown.append(f"and {len(lines) - most:,} more")
@@ -29,7 +29,7 @@ def indented(lines: Sequence[str], most: int = SHOWN) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Time with two or three digits and its unit: 2.5 min, 1.5 s, 20 ms."""
+    """Format a duration with two or three digits and its unit: 2.5 min, 1.5 s, 20 ms."""
     for unit, unit_s in (("days", 86_400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * unit_s:
             return f"{seconds / unit_s:.1f} {unit}"
@@ -41,7 +41,7 @@ def duration(seconds: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Number of bytes with a binary unit: 512 B, 3.25 GiB."""
+    """Format a number of bytes with a binary unit: 512 B, 3.25 GiB."""
     unit_bytes = 1024
     if num_bytes < unit_bytes:
         return f"{num_bytes:.0f} B"
@@ -53,7 +53,7 @@ def size(num_bytes: float) -> str:
 
 
 def short(value: float) -> str:
-    """Number with up to four digits: 0.0312, 4.382, 12.3k, 4.56M."""
+    """Format a number with up to four digits: 0.0312, 4.382, 12.3k, 4.56M."""
     if value == 0:
         return "0"
     magnitude = abs(value)

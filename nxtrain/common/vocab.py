@@ -1,4 +1,4 @@
-"""Targets of a language model, and the columns of the logits that a tensor parallel rank holds."""
+"""Target tokens of a language model loss, and the vocabulary columns of a tensor parallel rank."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IGNORE_INDEX = -100
-"""Target that every loss ignores; torch's own choice in `cross_entropy`."""
+"""Target id that every loss ignores, as in torch's `cross_entropy`."""
 
 PROBABILITY_UNITS = 1 << 24
-"""Units in the probability 1 of a target; float32 represents every number of units exactly."""
+"""Number of integer units that represent a target probability of 1; float32 represents each number of units exactly."""
 
 PROMPT_BIT = 1 << 30
-"""Mark on an id in a row of data: the token is part of a prompt, and not a target."""
+"""Bit flag on a token id in a data row: the token is part of a prompt, and not a target."""
 
 END_BIT = 1 << 29
-"""Mark on an id in a row of data: the token is the last of its document."""
+"""Bit flag on a token id in a data row: the token is the last of its document."""
 
 DESIRABLE_BIT = 1 << 31
-"""Mark on the last id of an answer in a row of data: the answer is labelled as desirable."""
+"""Bit flag on the last token id of an answer in a data row: the answer is labelled as desirable."""
 
 ID_MASK = END_BIT - 1
-"""Bits of a marked id without its marks."""
+"""Bit mask of the token id without flags."""
 
 
 def true_targets(targets: Tensor) -> Tensor:
-    """True tokens of targets, (B, S) to the same, or (B, 2R, S) with a teacher to (B, S)."""
+    """Target token ids without a teacher's soft targets: (B, S) unchanged, (B, 2R, S) to (B, S)."""
     if targets.dim() == 2:  # noqa: PLR2004 - rows and positions
         return targets
     return targets[:, 0]
@@ -39,11 +39,13 @@ def true_targets(targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class VocabColumns:
-    """Columns of the logits that a tensor parallel rank holds.
+    """Columns of the logits on one tensor parallel rank, which are a range of the vocabulary.
 
     Args:
-        first: (2,) int64 on the device, first vocabulary row of this rank, and its number of rows.
-        padding: (V,) float32, 0 for a true column and -inf for a padded one; None without padding.
+        first: (2,) int64 on the device, first vocabulary entry of this rank, and number of its entries.
+        padding: (V,) float32, 0 for a true column and -inf for a padded column; None without padding.
+        comm: Collectives between the ranks.
+        axis: Tensor parallel axis.
     """
 
     first: Tensor
@@ -52,14 +54,14 @@ class VocabColumns:
     axis: Axis
 
     def locate(self, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Columns of the targets in this rank's logits.
+        """Find the columns of target tokens in this rank's logits.
 
         Args:
-            targets: (T,) over the whole vocabulary, or `IGNORE_INDEX`.
+            targets: (T,) token ids of the whole vocabulary, or `IGNORE_INDEX`.
 
         Returns:
-            (T,) bool, targets that count; (T,) bool, targets among this rank's columns; (T, 1) column of a target here,
-            else 0.
+            (T,) bool, targets that count; (T,) bool, targets among this rank's columns; (T, 1) local column of a target
+            of this rank, else 0.
         """
         counted = targets != IGNORE_INDEX
         local = targets - self.first[0]

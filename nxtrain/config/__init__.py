@@ -1,1 +1,1 @@
-"""Configuration: keys (schema), origins (load), rules between keys (check)."""
+"""Configuration of a run: schema of the keys, loading of files and overrides, and checks between keys."""

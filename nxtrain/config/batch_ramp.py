@@ -1,4 +1,4 @@
-"""Keys of the ramps of the batch and of the sequence length, and their values at each step."""
+"""Configuration of ramps of the global batch and of the sequence length, and their values at each step."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from nxtrain.config.section import NonNegativeInt, PositiveInt, Section, Size
 
 
 class RampStageConfig(Section):
-    """An entry of train.batch_ramp: a part of the run with a smaller global batch."""
+    """An entry of train.batch_ramp: a stage of the run with a smaller global batch."""
 
     global_batch: Size
-    """Sequences per update, over all dp ranks."""
+    """Sequences per update in this stage, over all dp ranks."""
     samples: NonNegativeInt = 0
-    """Sequences that are trained with it."""
+    """Length of this stage in sequences."""
     tokens: NonNegativeInt = 0
-    """Tokens that are trained with it, in place of samples."""
+    """Length of this stage in tokens, in place of samples."""
 
 
 class SeqStageConfig(Section):
-    """An entry of train.seq_ramp: a part of the run with shorter sequences."""
+    """An entry of train.seq_ramp: a stage of the run with shorter sequences."""
 
     seq_len: Size
-    """Tokens per sequence, several of which share a row."""
+    """Tokens per sequence in this stage. Several sequences share a row."""
     tokens: PositiveInt
-    """Tokens that are trained with it."""
+    """Length of this stage in tokens."""
 
 
 Ramp = tuple[RampStageConfig, ...]
@@ -34,14 +34,14 @@ SeqRamp = tuple[SeqStageConfig, ...]
 
 
 def batch_sizes(ramp: Ramp, global_batch: int, seq_len: int, *, step: int = 0, tokens: int = 0) -> BatchSizes:
-    """Global batch of each update.
+    """Global batch size of each update, from the configured ramp.
 
     Args:
         ramp: Stages of the ramp.
         global_batch: Sequences per update after the ramp.
         seq_len: Tokens per sequence.
-        step: Finished updates of the run that goes on.
-        tokens: Tokens that these updates have seen.
+        step: Finished updates of a resumed run.
+        tokens: Tokens that the finished updates have consumed.
     """
     stages, limit = [], 0
     for stage in ramp:
@@ -51,7 +51,15 @@ def batch_sizes(ramp: Ramp, global_batch: int, seq_len: int, *, step: int = 0, t
 
 
 def seq_lengths(ramp: SeqRamp, seq_len: int, sizes: BatchSizes, *, step: int = 0, tokens: int = 0) -> SeqLengths | None:
-    """Sequence length of each update; None without a ramp. Arguments as of `batch_sizes`, with its result."""
+    """Sequence length of each update, from the configured ramp; None without a ramp.
+
+    Args:
+        ramp: Stages of the ramp.
+        seq_len: Tokens of a row, which is also the sequence length after the ramp.
+        sizes: Global batch size of each update, from `batch_sizes`.
+        step: Finished updates of a resumed run.
+        tokens: Tokens that the finished updates have consumed.
+    """
     if not ramp:
         return None
     # The number of tokens seen is the state, also where an earlier part of the run had another global batch.
@@ -64,28 +72,28 @@ def seq_lengths(ramp: SeqRamp, seq_len: int, sizes: BatchSizes, *, step: int = 0
 
 
 def seq_ramp_problems(ramp: SeqRamp, seq_len: int, *, doc_mask: bool, objective: str) -> Iterator[Problem]:
-    """Problems of shorter sequences.
+    """Check the stages of a sequence length ramp, and yield their problems.
 
     Args:
         ramp: The stages.
         seq_len: Tokens of a row.
-        doc_mask: Masks keep the sequences of a row apart.
-        objective: The value of finetune.objective.
+        doc_mask: Value of data.doc_mask, which keeps the sequences of a row apart.
+        objective: Value of finetune.objective.
     """
     for number, stage in enumerate(ramp, 1):
         if seq_len % stage.seq_len or stage.seq_len == seq_len:
             reason = f"stage {number}: a row of train.seq_len={seq_len} does not hold several of {stage.seq_len} tokens"
             yield Problem("train.seq_ramp", reason, hint="use a smaller divisor of train.seq_len there")
     if ramp and not doc_mask:
-        reason = "sequences that share a row are kept apart by the masks of documents"
+        reason = "shorter sequences share a row, and need document masks to be kept apart"
         yield Problem("train.seq_ramp", reason, hint="set data.doc_mask=true")
     if ramp and objective != "sft":
-        reason = f"finetune.objective={objective} needs whole answers, which shorter sequences cut"
+        reason = f"finetune.objective={objective} needs whole answers, which shorter sequences would cut"
         yield Problem("train.seq_ramp", reason, hint="leave train.seq_ramp out")
 
 
 def ramp_problems(ramp: Ramp, multiple: int) -> Iterator[Problem]:
-    """Problems of the stages of a ramp.
+    """Check the stages of a global batch ramp, and yield their problems.
 
     Args:
         ramp: The stages.

@@ -1,4 +1,4 @@
-"""Limits of the numbers, texts and tables of any configuration, independent of its keys."""
+"""Limits of numbers, texts and nesting in any configuration, independent of the keys."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from fractions import Fraction
 from typing import Any
 
 MAX_INT = 2**63 - 1
-"""Largest integer of TOML and of a tensor."""
+"""Largest integer that TOML and tensors can represent."""
 
 MAX_SIZE = 2**31 - 1
 """Largest size of one dimension, batch or buffer."""
 
 MAX_RANKS = 2**20
-"""Most ranks of a world, and the largest degree."""
+"""Maximum number of ranks of a run, and of any parallel degree."""
 
 MAX_DEPTH = 16
-"""Deepest nesting of tables and lists; the schema needs four."""
+"""Maximum nesting depth of tables and lists; the schema needs four levels."""
 
 MAX_PERIOD = 100_000
-"""Most rows after which a mixture repeats its order of corpora, which every rank keeps as a table."""
+"""Maximum number of rows after which a data mixture repeats its order of corpora. Every rank stores this order."""
 
 SHOWN_CHARS = 80
-"""Most characters of a value in a message."""
+"""Maximum number of characters of a value in a message."""
 
 _PRINTED_BITS = 4096
-"""Bits of the longest integer that is printed; Python refuses to print more than 4300 digits."""
+"""Maximum number of bits of an integer that is printed; Python refuses to print more than 4300 digits."""
 
 
 def faults(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Values outside the limits: dotted key and reason of each."""
+    """Yield the dotted key and the reason of every value outside the limits."""
     waiting: list[tuple[str, Any, int]] = [("", table, 0)]
     while waiting:
         key, value, depth = waiting.pop()
         if isinstance(value, Mapping | list | tuple):
             if depth > MAX_DEPTH:
-                yield key, f"tables and lists lie more than {MAX_DEPTH} deep inside one another"
+                yield key, f"tables and lists are nested more than {MAX_DEPTH} deep"
             elif isinstance(value, Mapping):
                 prefix = f"{key}." if key else ""
                 for name, inner in value.items():
@@ -53,7 +53,7 @@ def faults(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def row_shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """Smallest integers in the ratio of weights as they are written: 0.7 and 0.3 are 7 and 3."""
+    """Smallest integers in the ratio of some weights, taken as decimal numbers: 0.7 and 0.3 give 7 and 3."""
     exact = [Fraction(repr(weight)) for weight in weights]
     common = math.lcm(*(weight.denominator for weight in exact))
     integers = [int(weight * common) for weight in exact]
@@ -62,17 +62,17 @@ def row_shares(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def shortened(text: str) -> str:
-    """Text for messages, shortened to `SHOWN_CHARS`."""
+    """Shorten a text to `SHOWN_CHARS` characters for messages."""
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}... ({len(text):,} characters)"
 
 
 def quoted(text: str) -> str:
-    """Quoted text for messages, with unprintable characters escaped, shortened."""
+    """Quote and shorten a text for messages; unprintable characters are escaped."""
     return shortened(ascii(text) if _bad_text(text) else repr(text))
 
 
 def integer(value: int) -> str:
-    """Integer of any length for messages, shortened."""
+    """Format an integer of any length for messages, shortened if necessary."""
     if value.bit_length() > _PRINTED_BITS:
         return f"an integer of about {int(value.bit_length() * math.log10(2)) + 1:,} digits"
     return shortened(str(value))

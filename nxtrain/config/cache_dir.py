@@ -1,8 +1,7 @@
-"""Folder of this node's compiled graphs: `{host}` is filled in, and the folder must be on a local disk.
+"""Folder of this node's compiled graphs: fills in `{host}`, and refuses network file systems.
 
-The compiler looks each graph up under file locks, from every rank at once. Network file systems answer such locks late
-or never. AWS's guide names the results: missing keys, missing files and corrupt entries. Its remedy is a folder per
-host.
+All ranks look up graphs at once, under file locks. On network file systems, file locks are slow or fail. AWS's guide
+reports missing keys, missing files and corrupt entries, and recommends a folder per host.
 
 Source: AWS Neuron documentation, "PyTorch Neuron training troubleshooting guide", on the cache and NFS.
 """
@@ -27,13 +26,13 @@ NETWORK_TYPES = {
     *("nfs", "nfs4", "lustre", "cifs", "smb3", "ceph", "glusterfs", "beegfs", "gpfs", "wekafs", "afs", "9p"),
     *("fuse.s3fs", "fuse.goofys", "fuse.mount-s3", "fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.ceph-fuse"),
 }
-"""Types of network file systems; EFS mounts as nfs4, FSx for Lustre as lustre."""
+"""Type names of network file systems. EFS mounts as nfs4, FSx for Lustre as lustre."""
 
 LOCKS = "locks"
-"""Folder in a cache for locks of TorchNeuron's compilations."""
+"""Name of the folder inside a cache for the locks of TorchNeuron's compilations."""
 
 LOCAL_LOCKS = Path("/var/tmp/nxtrain-locks")
-"""Beginning of a user's folder for locks, where the cache itself is on a network file system."""
+"""Prefix of a user's local folder for locks, used if the cache is on a network file system."""
 
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
@@ -46,11 +45,12 @@ def host_name() -> str:
 def cache_folder(
     config: CompileConfig, *, host: str | None = None, mounts: str | None = None, shared: bool = False
 ) -> Path:
-    """Absolute folder of this node's compiled graphs; need not exist.
+    """Absolute path of the folder of this node's compiled graphs; the folder need not exist.
 
     Args:
         config: The section `[compile]`.
-        shared: The compiler's files are atomic and its locks are elsewhere, so that nodes may share a network's folder.
+        shared: The compiler writes files atomically and keeps its locks elsewhere, so that nodes may share a network
+            folder.
         host: Value of `{host}`; by default the name of this machine.
         mounts: Text of `/proc/self/mountinfo`; by default that of this machine, if it has one.
 
@@ -65,14 +65,16 @@ def cache_folder(
     folder = Path(fill(name, text, {"host": host or host_name()})).expanduser().absolute()
     kind = network_type(folder, mounts)
     if kind and not shared and not config.allow_network:
-        reason = f"{folder} is on a network file system ({kind}), where many ranks at once lose and tear entries"
+        reason = f"{folder} is on a network file system ({kind}), where concurrent ranks lose and corrupt cache entries"
         hint = "use a local disk, such as /var/tmp/neuron-compile-cache, or force it with compile.allow_network=true"
         raise ConfigError([Problem(name, reason, hint=hint)])
     return folder
 
 
 def lock_folder(cache: Path, mounts: str | None = None) -> Path:
-    """Folder on a local disk for the locks of TorchNeuron's compilations: in the cache, unless a network has that.
+    """Folder on a local disk for the locks of TorchNeuron's compilations.
+
+    The folder is inside the cache, unless the cache is on a network file system.
 
     Args:
         cache: Folder of the compiled graphs.
@@ -83,7 +85,7 @@ def lock_folder(cache: Path, mounts: str | None = None) -> Path:
 
 
 def fill(key: str, text: str, values: Mapping[str, str]) -> str:
-    """Fill in the placeholders of a path.
+    """Fill in the placeholders of a path, such as `{host}`.
 
     Args:
         key: Dotted configuration key of the path, for the message.
@@ -91,7 +93,7 @@ def fill(key: str, text: str, values: Mapping[str, str]) -> str:
         values: Values by name.
 
     Raises:
-        ConfigError: The path has a name without a value.
+        ConfigError: The path has a placeholder without a value.
     """
     unknown = [word for word in _PLACEHOLDER.findall(text) if word not in values]
     if unknown:
@@ -102,7 +104,7 @@ def fill(key: str, text: str, values: Mapping[str, str]) -> str:
 
 
 def network_type(folder: Path, mounts: str | None = None) -> str:
-    """Type of a folder's network file system; empty if the file system is local.
+    """Type of the network file system that contains a folder; empty for a local file system.
 
     Args:
         folder: The folder; need not exist.
@@ -118,7 +120,7 @@ def network_type(folder: Path, mounts: str | None = None) -> str:
         left, _, right = line.partition(" - ")
         unescaped = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), left.split()[4])
         point = Path(unescaped)
-        # A later mount on the same place covers an earlier one.
+        # A later mount at the same path hides an earlier one.
         if folder.is_relative_to(point) and len(point.parts) >= best:
             best, kind = len(point.parts), right.split()[0]
     return kind if kind in NETWORK_TYPES else ""

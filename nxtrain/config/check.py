@@ -1,4 +1,4 @@
-"""Rules between keys: arithmetic of degrees and batches, the model's shape, and the features of this release."""
+"""Rules between configuration keys: degrees and batches, the model's shape, and supported combinations of features."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ from nxtrain.config.stages import order, stages, transport
 from nxtrain.config.tables import merge, toml_value
 
 MOST_PROFILED = 100
-"""Most steps of a profile, which holds every operation of each."""
+"""Maximum number of steps in a profile, which records every operation of each step."""
 _NO_NAME = re.compile("[/\x00-\x1f\x7f-\x9f\u2028\u2029]")
-"""Characters that no name of a folder should have: the slash, and those that end lines or steer terminals."""
+"""Characters that a folder name must not have: the slash, line ends, and terminal control characters."""
 MOST_NAME_BYTES = 200
-"""Most bytes of run.name: file systems allow 255 with the endings that files add."""
+"""Maximum number of bytes of run.name. File systems allow 255, and file names add endings."""
 _OF_UNITS = {
     "unit_params": "joins blocks whose parameters are gathered together",
     "prefetch": "gathers sharded parameters ahead of their use",
     "forward_prefetch": "gathers sharded parameters ahead of their use",
     "backward_prefetch": "gathers sharded parameters ahead of their use",
 }
-"""Keys of [parallel] about units of sharded parameters, and their effect."""
+"""Keys of [parallel] about units of sharded parameters, and the effect of each key."""
 
 DEFAULT_FAMILY = "llama"
-"""Family of a configuration that names none."""
+"""Model family of a configuration that names none."""
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration that satisfies all rules.
+    """A configuration that satisfies all rules, with its model family and shape.
 
     Args:
-        config: All values; a `model.hf` of the Hub names its commit.
+        config: All values. A `model.hf` on the Hub includes its commit.
         family: The model's family.
         model: The model's shape.
     """
@@ -72,18 +72,18 @@ class Resolved:
 
 
 def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_weights: bool = True) -> Resolved:
-    """Check a configuration by every rule between its keys.
+    """Check a configuration by all rules between its keys, and resolve its model.
 
     A command checks once, before torch is imported. Training checks again, once its backend is known.
 
     Args:
-        loaded: The configuration and its provenance.
+        loaded: The configuration, and the origin of each value.
         world: Number of ranks; None if unknown, then dp=0 counts as 1.
         backend: Backend that `backend.name=auto` has chosen; empty if not known yet.
-        has_weights: The weights from which the run begins have to be named; a plan needs none.
+        has_weights: Initial weights must be named if the method needs them. A plan works without them.
 
     Raises:
-        ConfigError: All problems, together.
+        ConfigError: The configuration has problems; the error lists all of them.
     """
     given = loaded.config
     chosen = given.backend.model_copy(update={"name": backend or given.backend.name})
@@ -128,7 +128,7 @@ def resolve_config(loaded: Loaded, world: int | None, backend: str = "", *, has_
 
 
 def layout(config: RunConfig, world: int | None = None, *, has_weights: bool = True) -> Iterator[Problem]:
-    """Problems of the degrees, modes and types of a layout, whatever its model and its data; arguments as above."""
+    """Check degrees, modes and number types, without model and data; yield the problems. See `resolve_config`."""
     yield from _batch(config, world)
     yield from precision(config)
     yield from _sharding(config)
@@ -143,7 +143,7 @@ def layout(config: RunConfig, world: int | None = None, *, has_weights: bool = T
 
 
 def family_of(config: RunConfig) -> ModelFamily:
-    """Family of the model: `model.family`, else that of `model.hf`, else llama.
+    """Model family of a configuration: `model.family`, else the family of `model.hf`, else llama.
 
     Raises:
         ConfigError: The family is not installed, or `model.hf` cannot be read.
@@ -160,10 +160,10 @@ def family_of(config: RunConfig) -> ModelFamily:
 
 
 def resolve_model(config: RunConfig) -> ModelConfig:
-    """Shape of the model, from `model.hf` or `model.preset`, changed by `[model.config]`.
+    """Model configuration from `model.hf` or `model.preset`, with the changes of `[model.config]`.
 
     Raises:
-        ConfigError: An unknown family or preset, a missing folder, or values that are not a shape.
+        ConfigError: An unknown family or preset, a missing folder, or invalid values.
     """
     family = family_of(config)
     if config.model.hf:
@@ -182,14 +182,14 @@ def resolve_model(config: RunConfig) -> ModelConfig:
 
 
 def quantization(config: Mapping[str, Any]) -> str:
-    """Reason to refuse the weights of a `config.json`, with the way out; empty unless they are quantized."""
+    """Reason to refuse the quantized weights of a `config.json`, with a solution; empty if not quantized."""
     section = config.get("quantization_config")
     if not section:
         return ""
     method = section.get("quant_method", "unknown") if isinstance(section, Mapping) else section
     return (
-        f"config.json has a quantization_config (quant_method {method!r}), whose weights mean nothing without it, and "
-        "training needs them whole; use the model that was quantized, or write one with transformers: "
+        f"config.json has a quantization_config (quant_method {method!r}), and its weights are quantized, but "
+        "training needs unquantized weights; use the original model, or write one with transformers: "
         "model.dequantize(), then model.save_pretrained(DIR)"
     )
 
@@ -232,14 +232,14 @@ def _batch(config: RunConfig, world: int | None) -> Iterator[Problem]:
     yield from seq_ramp_problems(train.seq_ramp, train.seq_len, doc_mask=masks, objective=objective)
     divides = parallel.cp > 1 or parallel.ep > 1
     if config.metrics.noise_scale and (dp == 1 or divides or parallel.shard in FULLY_SHARDED):
-        reason = f"compares gradients of dp ranks, and dp={dp}, cp={parallel.cp}, shard={parallel.shard}"
+        reason = f"compares gradients of several dp ranks, but dp={dp}, cp={parallel.cp}, shard={parallel.shard}"
         hint = "use dp of 2 or more, cp=1, ep=1, shard=none or zero1; or false"
         yield Problem("metrics.noise_scale", reason, hint=hint)
     yield from _sequence(config)
 
 
 def _sequence(config: RunConfig) -> Iterator[Problem]:
-    """Problems of the division of sequences over cp, and over tp with sequence parallelism."""
+    """Check the division of sequences over cp, and over tp with sequence parallelism; yield the problems."""
     parallel, train = config.parallel, config.train
     backend = config.backend
     parts = 1
@@ -269,15 +269,15 @@ def _sequence(config: RunConfig) -> Iterator[Problem]:
     if parallel.cp == 1:
         return
     if parallel.cp_method == "ring" and backend.name in ON_XLA:
-        reason = f"ring orders its work by rank, and backend.name={backend.name} records one graph for all ranks"
+        reason = f"ring differs by rank, and backend.name={backend.name} records one graph for all ranks"
         yield Problem("parallel.cp_method", reason, hint="use auto or gather")
     if backend.layers == "nxd":
-        reason = f"cp={parallel.cp} divides sequences in layers of our own, and backend.layers=nxd has others"
+        reason = f"cp={parallel.cp} divides sequences in nxtrain's own layers, which backend.layers=nxd replaces"
         yield Problem("backend.layers", reason, hint="use auto or native")
     if config.compile.torch_compile and parallel.cp_method != "gather":
         reason = (
-            f"cp_method={parallel.cp_method} takes a ring, whose transfers between two ranks are no operations of a "
-            "graph, and torch.compile makes one graph of a block"
+            f"cp_method={parallel.cp_method} may use a ring, whose transfers between ranks cannot be part of a "
+            "graph, and torch.compile makes one graph of each block"
         )
         yield Problem("compile.torch_compile", reason, hint="use parallel.cp_method=gather, or false")
 
@@ -285,14 +285,14 @@ def _sequence(config: RunConfig) -> Iterator[Problem]:
 def _sharding(config: RunConfig) -> Iterator[Problem]:
     parallel = config.parallel
     if parallel.shard_size and parallel.shard != "hybrid":
-        reason = f"{parallel.shard_size} is the number of ranks that shard=hybrid cuts over, but shard={parallel.shard}"
+        reason = f"{parallel.shard_size} is the number of ranks for shard=hybrid, but shard={parallel.shard}"
         yield Problem("parallel.shard_size", reason, hint="use parallel.shard_size=0, or parallel.shard=hybrid")
     without_units = instead = ""
     if parallel.shard not in FULLY_SHARDED:
         without_units = f"but shard={parallel.shard} does not shard parameters"
         instead = f"parallel.shard={', '.join(FULLY_SHARDED)}"
     elif config.compile.torch_compile == "step":
-        without_units = "and with compile.torch_compile=step the compiler decides on that"
+        without_units = "and with compile.torch_compile=step the compiler schedules the gathers"
         instead = "compile.torch_compile=true"
     if without_units:
         for key, does in _OF_UNITS.items():
@@ -300,7 +300,7 @@ def _sharding(config: RunConfig) -> Iterator[Problem]:
                 hint = f"leave it out, or use {instead}"
                 yield Problem(f"parallel.{key}", f"{does}, {without_units}", hint=hint)
     elif parallel.backward_prefetch == "after" and not parallel.prefetch:
-        reason = "after gathers prefetch=0 units ahead, which is none"
+        reason = "after needs units that are gathered ahead, but prefetch=0"
         yield Problem("parallel.backward_prefetch", reason, hint="use parallel.prefetch=1 or more, or none")
     if parallel.shard in FULLY_SHARDED and config.backend.name in ON_XLA:
         reason = f"{parallel.shard} runs on the backends cpu, cuda and neuron-native, not on {config.backend.name}"
@@ -317,10 +317,10 @@ def _offload(config: RunConfig) -> Iterator[Problem]:
         hint = f'use ["optimizer"] or false, or parallel.shard={", ".join(FULLY_SHARDED)}'
         yield Problem(key, reason, hint=hint)
     elif "params" in parallel.offload and config.compile.torch_compile == "step":
-        reason = "brings parameters from host memory between graphs, and compile.torch_compile=step has one graph"
+        reason = "loads parameters from host memory between graphs, and compile.torch_compile=step has one graph"
         yield Problem(key, reason, hint='use ["optimizer"] or false, or compile.torch_compile=true')
     elif "params" in parallel.offload and backend == "neuron-native":
-        reason = "reduces tensors of host memory, and TorchNeuron's process group carries those of the device only"
+        reason = "reduces tensors in host memory, and TorchNeuron's process group reduces device tensors only"
         yield Problem(key, reason, hint="use false")
     elif "params" in parallel.offload and parallel.dp == 1 and parallel.cp == 1:
         reason = "needs data parallel ranks that share the parameters, but dp=1"
@@ -329,7 +329,7 @@ def _offload(config: RunConfig) -> Iterator[Problem]:
         reason = f"copies between device and host in the middle of a step, which runs on cpu and cuda, not on {backend}"
         yield Problem(key, reason, hint="use false")
     if "activations" in parallel.offload and config.compile.torch_compile:
-        reason = "moves what autograd saves, and compile.torch_compile decides by itself what that is"
+        reason = "moves activations that autograd saves, and compile.torch_compile chooses these itself"
         yield Problem(key, reason, hint="leave activations out, or use compile.torch_compile=false")
 
 
@@ -343,20 +343,20 @@ def _data(loaded: Loaded) -> Iterator[Problem]:
         reason = f"best_fit packs whole documents, but source={data.source} is one stream of tokens"
         yield Problem("data.packing", reason, hint="use concat; or data.source=arrow, from nxtrain data prepare")
     if data.doc_mask and data.source == "tokens" and not data.tokenizer:
-        reason = "documents are found by the token that ends them, and source=tokens has no tokenizer that names it"
-        yield Problem("data.doc_mask", reason, hint="set data.tokenizer to that of the ids, or use false")
+        reason = "documents are split at their end token, and source=tokens has no tokenizer that defines this token"
+        yield Problem("data.doc_mask", reason, hint="set data.tokenizer to the tokenizer of the ids, or use false")
     if data.path and loaded.origins["data.source"] == "default":
         reason = f"path={data.path!r} is set, but no source: stdlib, the default, would not read it"
         yield Problem("data.source", reason, hint="set data.source=text, tokens or stdlib")
     held_out = data.validation_fraction
     if data.source == "tokens" and held_out:
-        reason = f"holds out {held_out} of the documents, but source=tokens has rows and knows no documents"
+        reason = f"holds out {held_out} of the documents, but source=tokens has rows without documents"
         yield Problem("data.validation_fraction", reason, hint="use data.validation_fraction=0")
     if data.validation_path and data.source != "arrow":
         reason = f"{data.validation_path} is a prepared corpus, which source={data.source} does not read"
         yield Problem("data.validation_path", reason, hint="use data.source=arrow, or data.validation_fraction")
     if data.validation_path and held_out:
-        reason = f"{data.validation_path} is evaluated, so that holding out {held_out} of the documents has no use"
+        reason = f"{data.validation_path} is used for evaluation, so holding out {held_out} has no effect"
         yield Problem("data.validation_fraction", reason, hint="use 0, or leave data.validation_path out")
     if train.eval_every and (data.source == "tokens" or not (held_out or data.validation_path)):
         reason = f"eval_every={train.eval_every} evaluates on held-out documents, and none are held out"
@@ -384,10 +384,10 @@ def _buckets(data: DataConfig) -> Iterator[Problem]:
 
 def _mixture(data: DataConfig) -> Iterator[Problem]:
     if data.mixture and data.source not in ("arrow", "tokens"):
-        reason = f"corpora are mixed by rows, which source={data.source} makes of one corpus only"
+        reason = f"mixes rows of several corpora, but source={data.source} reads one corpus only"
         yield Problem("data.mixture", reason, hint="use data.source=arrow, from nxtrain data prepare; or tokens")
     if data.mixture and data.path:
-        reason = f"path={data.path!r} is not read beside a mixture of {len(data.mixture)} corpora"
+        reason = f"path={data.path!r} has no effect with a mixture of {len(data.mixture)} corpora"
         yield Problem("data.path", reason, hint="leave it out, or name it in data.mixture")
     if len(set(data.mixture)) < len(data.mixture):
         yield Problem("data.mixture", "names a corpus twice", hint="name it once, with the sum of its weights")
@@ -397,13 +397,13 @@ def _mixture(data: DataConfig) -> Iterator[Problem]:
     elif data.weights:
         period = sum(row_shares(data.weights))
         if period > MAX_PERIOD:
-            reason = f"the rows repeat after {integer(period)}, the sum of the smallest integers in this ratio"
+            reason = f"the corpora repeat after {integer(period)} rows, the sum of the smallest integers in this ratio"
             hint = f"round them to a sum of at most {MAX_PERIOD:,}; 4 digits always fit"
             yield Problem("data.weights", reason, hint=hint)
 
 
 def _name(config: RunConfig) -> Iterator[Problem]:
-    """Problems of run.name, which is the name of a folder and of a file of the manifests."""
+    """Check run.name, which becomes the name of a folder and of a manifest file; yield the problems."""
     name = config.run.name
     shown = quoted(name)
     if not name.strip() or name in {".", ".."} or _NO_NAME.search(name):
@@ -428,18 +428,18 @@ def _mirror(config: RunConfig) -> Iterator[Problem]:
     if is_bucket(mirror) and not re.match("[^/]", rest):
         yield Problem("checkpoint.mirror", f"{mirror} names no bucket", hint=f"write {scheme}://BUCKET/PREFIX")
     elif mirror and Path(os.path.realpath(mirror)).is_relative_to(os.path.realpath(config.run.dir)):
-        reason = f"{mirror} lies in run.dir={config.run.dir}, which it is to outlive"
+        reason = f"{mirror} lies in run.dir={config.run.dir}, and a mirror must be outside of it"
         yield Problem("checkpoint.mirror", reason, hint="use a folder that nodes share, or s3://BUCKET/PREFIX")
 
 
 def _in_job(config: RunConfig) -> Iterator[Problem]:
-    """Problems of a run that replaces lost ranks alone."""
+    """Check a run that replaces only its lost ranks (recovery.in_job); yield the problems."""
     recovery = config.recovery
     name = config.backend.name
     nodes = config.cluster.nodes
     if not recovery.in_job:
         return
-    key, hint = "recovery.in_job", "use recovery.in_job=false, with which all ranks are started again"
+    key, hint = "recovery.in_job", "use recovery.in_job=false, which restarts all ranks"
     if not recovery.max_restarts:
         yield Problem(key, "replaces lost ranks, and recovery.max_restarts=0 allows none", hint="use 1 or more")
     if name not in {"auto", "cpu", ON_GPUS}:
@@ -447,4 +447,4 @@ def _in_job(config: RunConfig) -> Iterator[Problem]:
     if nodes > 1:
         yield Problem(key, f"replaces ranks of one machine, and cluster.nodes={nodes}", hint=hint)
     if config.checkpoint.mirror:
-        yield Problem(key, "may replace a rank in the midst of an upload to checkpoint.mirror", hint=hint)
+        yield Problem(key, "may replace a rank during an upload to checkpoint.mirror", hint=hint)

@@ -1,4 +1,4 @@
-"""Strict decoding of tables to a frozen model; reports all problems at once, with the nearest known name."""
+"""Strict decoding of TOML tables to frozen pydantic models; one error has all problems and the nearest known names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nxtrain.config.tables import toml_value
 M = TypeVar("M", bound=BaseModel)
 
 MOST_PROBLEMS = 100
-"""Most problems of a table that are explained; more are counted. A search for the nearest name takes 0.1 ms."""
+"""Maximum number of problems that are explained; further ones are counted. Finding the nearest name takes 0.1 ms."""
 
 _WANTED = {
     "bool_type": "true or false",
@@ -35,16 +35,16 @@ _KINDS = {bool: "true or false", dict: "a table", float: "a number", int: "an in
 def decode(
     model: type[M], table: Mapping[str, Any], origin_of: Callable[[str], str] = lambda _: "", prefix: str = ""
 ) -> M:
-    """Decode tables to a model.
+    """Decode a TOML table to a pydantic model.
 
     Args:
         model: Strict pydantic model.
-        table: Values from TOML.
+        table: Table read from TOML.
         origin_of: Returns the origin of a dotted key's value.
         prefix: Dotted key of the table, with a dot at its end.
 
     Raises:
-        ConfigError: All unknown keys, wrong types and invalid values; up to `MOST_PROBLEMS` are explained.
+        ConfigError: The table has unknown keys, wrong types or invalid values. Up to `MOST_PROBLEMS` are explained.
     """
     try:
         return model.model_validate(table)
@@ -65,7 +65,7 @@ def decode(
 
 
 def _in_order(details: list[ErrorDetails]) -> list[ErrorDetails]:
-    """Order too many problems: the first of each known key, then its repetitions, then unknown keys."""
+    """Order more than `MOST_PROBLEMS` problems: first one for each known key, then repetitions, then unknown keys."""
     if len(details) <= MOST_PROBLEMS:
         return details
     order = dict[int, int]()
@@ -80,7 +80,7 @@ def _in_order(details: list[ErrorDetails]) -> list[ErrorDetails]:
 
 
 def nearest(name: str, names: Sequence[str], prefix: str = "") -> str:
-    """Hint for an unknown name: the closest known name, or all known names."""
+    """Hint for an unknown name: the closest known name if any is close, else all known names."""
     close = get_close_matches(name, names, n=1)
     return f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(prefix + k for k in names)}"
 
@@ -130,7 +130,7 @@ def _unknown(model: type[BaseModel], path: list[str], prefix: str) -> str:
 
 
 def _tables(model: type[BaseModel]) -> dict[str, list[type[BaseModel]]]:
-    """Models of each key that is a table; several where the table's content decides."""
+    """Model types of each key that is a table; several if the content of the table decides."""
     tables: dict[str, list[type[BaseModel]]] = {}
     for name, field in model.model_fields.items():
         for kind in (field.annotation, *get_args(field.annotation)):

@@ -1,4 +1,4 @@
-"""Rules of a run's length: steps or epochs, and the learning rate's course over them."""
+"""Rules of a run's length: steps or epochs, and the schedules over these steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nxtrain.config.schema import RunConfig
 
 
 def duration(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Problem]:
-    """Problems of the number of steps and of the schedules.
+    """Check the number of steps and the schedules, and yield the problems.
 
     Args:
         config: The configuration.
@@ -28,10 +28,10 @@ def duration(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Problem]
 
 
 def with_epochs_as_steps(config: RunConfig, num_rows: int) -> RunConfig:
-    """Configuration whose steps see every row `train.epochs` times or a little more; the epochs become 0.
+    """Configuration with `train.epochs` converted to steps, rounded up to whole updates; the epochs become 0.
 
     Args:
-        config: The configuration, with epochs.
+        config: The configuration, with `train.epochs` set.
         num_rows: Rows of the data.
 
     Raises:
@@ -61,6 +61,6 @@ def _epochs(config: RunConfig, origins: Mapping[str, str]) -> Iterator[Problem]:
     is_packed_later = config.data.source == "arrow" and not config.finetune.compares  # rows of pairs are counted
     if is_packed_later or config.data.mixture:
         what = "data.mixture" if config.data.mixture else "data.source=arrow"
-        reason = f"the rows of {what} have no end: they are packed, or drawn by shares, while the run goes on"
+        reason = f"the rows of {what} are endless: they are packed or mixed while the run trains"
         hint = "give train.steps; tokens of the corpus / (train.global_batch * train.seq_len) is one epoch"
         yield Problem("train.epochs", reason, hint=f"{hint}, and nxtrain data inspect counts the tokens")

@@ -1,4 +1,4 @@
-"""Rules of models with experts: their keys, the division of the experts, and the features that they exclude."""
+"""Rules of mixture-of-experts models: their keys, the division of experts over ranks, and excluded features."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nxtrain.config.schema import FULLY_SHARDED, RunConfig
 
 
 def experts(config: RunConfig, mixture: MoeShape | None) -> Iterator[Problem]:
-    """Problems of keys about experts, and of experts with other features."""
+    """Check the keys about experts, and experts combined with other features; yield the problems."""
     if mixture is None:
         for key, off in (("moe_dispatch", "dropless"), ("moe_z_loss", 0.0)):
             value = getattr(config.model, key)
@@ -34,28 +34,31 @@ def experts(config: RunConfig, mixture: MoeShape | None) -> Iterator[Problem]:
 
 
 def _with_biases(config: RunConfig) -> Iterator[Problem]:
-    """Problems of gpt-oss, whose experts have biases and whose heads have sinks."""
+    """Check a gpt-oss model, whose experts have biases and whose heads have attention sinks; yield the problems."""
     if config.backend.layers == "nxd":
         reason = "this model has biases that NeuronX Distributed's layers lack"
         yield Problem("backend.layers", reason, hint="use auto or native")
     if config.parallel.cp > 1:
-        reason = f"cp={config.parallel.cp} divides sequences, whose attention has no sinks between ranks"
+        reason = f"cp={config.parallel.cp} divides sequences, and attention between ranks does not support sinks"
         yield Problem("parallel.cp", reason, hint="use parallel.cp=1, and tp, ep or pp in its place")
     targets = [target for target in config.finetune.targets if target.startswith("experts.")]
     if targets:
-        reason = f"{targets[0]}: files of this model have gate and values by turns, whose adapters are not written"
+        reason = f"{targets[0]}: files of this model interleave gate and up rows, for which adapters cannot be saved"
         yield Problem("finetune.targets", reason, hint="adapt the layers of attention")
 
 
 def _division(config: RunConfig, num_experts: int) -> Iterator[Problem]:
-    """Problems of the division of a model's experts over ranks; `Mesh.build` has those of the ranks themselves."""
+    """Check the division of a model's experts over ranks, and yield the problems.
+
+    `Mesh.build` checks the ranks themselves.
+    """
     ep = config.parallel.ep
     if not num_experts:
-        reason = f"{ep} ranks are to divide experts, and the model has none"
+        reason = f"{ep} ranks divide the experts, but the model has none"
         yield Problem("parallel.ep", reason, hint="use parallel.ep=1, or a family with experts")
     elif num_experts % ep:
         reason = f"{ep} does not divide the model's {num_experts} experts"
         yield Problem("parallel.ep", reason, hint=f"use one of {listed(divisors(num_experts))}")
     if config.backend.layers == "nxd":
-        reason = f"ep={ep} divides experts of our own, and backend.layers=nxd has other layers"
+        reason = f"ep={ep} divides nxtrain's own experts, which backend.layers=nxd replaces"
         yield Problem("backend.layers", reason, hint="use auto or native")

@@ -1,4 +1,4 @@
-"""Rules of fine-tuning: methods, backends that restore quantized matrices, and cuts of the blocks of these."""
+"""Rules of fine-tuning: methods, objectives, backends of quantized weights, and sharding of quantized matrices."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from nxtrain.common.sharding import ShardSpec
 from nxtrain.config.schema import QUANTIZING, RunConfig
 
 BLOCK = 64
-"""Adjacent weights of a matrix in NF4 that share a scale."""
+"""Number of adjacent weights of an NF4 matrix that share a scale."""
 
 
 def finetune(config: RunConfig, *, has_weights: bool = True) -> Iterator[Problem]:
-    """Problems of [finetune] next to the other keys.
+    """Check the section [finetune] against the other keys, and yield the problems.
 
     Args:
         config: All values.
-        has_weights: The weights from which the run begins have to be named.
+        has_weights: Initial weights must be named if the method needs them.
     """
     tuning, model = config.finetune, config.model
     yield from _teacher(config)
@@ -30,25 +30,25 @@ def finetune(config: RunConfig, *, has_weights: bool = True) -> Iterator[Problem
             yield Problem("finetune.adapter", reason, hint="use finetune.method=lora or qlora, or leave it out")
         return
     if has_weights and model.init != "hf":
-        reason = f"{tuning.method} trains adapters beside given weights, but model.init={model.init}"
+        reason = f"{tuning.method} trains adapters on given weights, but model.init={model.init}"
         yield Problem("finetune.method", reason, hint="set model.hf=FOLDER and model.init=hf")
     if config.backend.layers == "nxd":
         reason = "adapters are added to nxtrain's own layers, which backend.layers=nxd replaces"
         yield Problem("finetune.method", reason, hint="use backend.layers=native")
     if tuning.method == "qlora" and (config.backend.name not in QUANTIZING or config.compile.torch_compile):
         by = "compile.torch_compile" if config.compile.torch_compile else f"backend.name={config.backend.name}"
-        reason = f"bitsandbytes restores NF4 eagerly on cuda and cpu, not with {by}"
+        reason = f"bitsandbytes dequantizes NF4 in eager mode on cuda and cpu, not with {by}"
         yield Problem("finetune.method", reason, hint="use lora, whose frozen weights run everywhere")
     experts = [target for target in tuning.targets if target.startswith("experts.")]
     if experts and tuning.dropout:
-        reason = f"{experts[0]} has an adapter for all experts, in PEFT's format without dropout"
+        reason = f"{experts[0]} has an adapter in PEFT's format for experts, which has no dropout"
         yield Problem("finetune.dropout", reason, hint="use 0, or adapt other layers than experts")
     if len(set(tuning.targets)) < len(tuning.targets):
         yield Problem("finetune.targets", "names a layer twice", hint="name each once")
 
 
 def _teacher(config: RunConfig) -> Iterator[Problem]:
-    """Problems of distillation from the tokens of a teacher."""
+    """Check distillation from a teacher's tokens (data.teacher), and yield the problems."""
     data, key = config.data, "data.teacher"
     if not data.teacher:
         if data.teacher_k:
@@ -61,11 +61,11 @@ def _teacher(config: RunConfig) -> Iterator[Problem]:
     if not data.teacher_k:
         yield Problem("data.teacher_k", "0, but data.teacher needs tokens", hint="set the --k of the file")
     if data.source != "tokens" or data.mixture:
-        reason = "has a row for each row of one file of data.source=tokens, but "
+        reason = "needs one file of data.source=tokens, with equally many rows, but "
         reason += "data.mixture has several" if data.mixture else f"data.source={data.source}"
         yield Problem(key, reason, hint="set data.source=tokens and data.path")
     if config.finetune.compares:
-        reason = f"is compared token by token, and finetune.objective={config.finetune.objective} whole answers"
+        reason = f"needs token targets, but finetune.objective={config.finetune.objective} compares whole answers"
         yield Problem(key, reason, hint="use finetune.objective=sft")
     if config.backend.layers == "nxd":
         reason = "needs a loss on several tokens for each target, which the head of backend.layers=nxd does not have"
@@ -73,7 +73,12 @@ def _teacher(config: RunConfig) -> Iterator[Problem]:
 
 
 def _preferences(config: RunConfig, *, has_weights: bool) -> Iterator[Problem]:
-    """Problems of an objective on answers; arguments as for `finetune`."""
+    """Check a preference objective (dpo, orpo or kto), and yield the problems.
+
+    Args:
+        config: All values.
+        has_weights: Initial weights must be named if the objective needs them.
+    """
     tuning = config.finetune
     data = config.data
     key = "finetune.objective"
@@ -86,7 +91,7 @@ def _preferences(config: RunConfig, *, has_weights: bool) -> Iterator[Problem]:
         reason += "data.mixture has several" if data.mixture else f"data.source={data.source}"
         yield Problem(key, reason, hint=f"set data.source=arrow and data.path, from nxtrain data prepare {option}")
     if data.packing != "best_fit" or not data.doc_mask:
-        reason = f"{name} needs whole answers that do not see each other in a row"
+        reason = f"{name} needs whole answers that do not attend to each other in a row"
         yield Problem(key, reason, hint="set data.packing=best_fit and data.doc_mask=true")
     if name in {"dpo", "kto"} and has_weights and config.model.init != "hf":
         reason = f"{name} compares with the weights from which the run begins, but model.init={config.model.init}"
@@ -95,19 +100,19 @@ def _preferences(config: RunConfig, *, has_weights: bool) -> Iterator[Problem]:
         reason = f"{name} has no cross entropy of tokens to which train.z_loss={config.train.z_loss} adds"
         yield Problem(key, reason, hint="leave train.z_loss out")
     if config.precision.params == "fp16":
-        reason = f"{name} weighs tokens by whole answers, which the loss scale of params=fp16 does not cover"
+        reason = f"{name} weights tokens by whole answers, which the loss scale of params=fp16 does not support"
         yield Problem("precision.params", reason, hint="use bf16 or fp32")
     if config.backend.layers == "nxd":
-        reason = f"{name} takes the loss of each token, which the head of backend.layers=nxd does not give"
+        reason = f"{name} needs the loss of each token, which the head of backend.layers=nxd does not return"
         yield Problem(key, reason, hint="use backend.layers=native")
 
 
 def quantized_cut(name: str, spec: ShardSpec, tp: Axis) -> Iterator[Problem]:
-    """Problem of a quantized matrix that tensor parallel ranks cannot share, block by block.
+    """Check that tensor parallel ranks get whole quantization blocks of a matrix; yield the problem if not.
 
     Args:
         name: Name of the layer.
-        spec: Sharding of its weight.
+        spec: Shard spec of the layer's weight.
         tp: Tensor parallel axis.
     """
     if spec.has_whole_runs(tp, BLOCK):

@@ -1,4 +1,4 @@
-"""Schema of [finetune]: the trained share of a model that begins from given weights, and the objective."""
+"""Schema of [finetune]: full training, LoRA or QLoRA of given weights, and the training objective."""
 
 from __future__ import annotations
 
@@ -13,43 +13,44 @@ ADAPTER_KEYS = ("r", "alpha", "dropout", "targets", "rslora")
 
 
 class FinetuneConfig(Section):
-    """[finetune]: trained share of a model that begins from given weights."""
+    """[finetune]: full training or adapters on given weights, and the training objective."""
 
     method: Literal["full", "lora", "qlora"] = "full"
-    """Every weight, or low-rank adapters of linear layers beside frozen weights; with qlora, matrices of the blocks
-    are frozen in NF4."""
+    """Training method: full trains all weights. lora trains low-rank adapters, with frozen base weights. qlora also
+    keeps the frozen matrices of the blocks in NF4."""
     r: Size = 16
     """Rank of each adapter."""
     alpha: PositiveFloat = 32.0
-    """Factor of an adapter's output, divided by r."""
+    """Scale of an adapter's output, divided by r."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the entries of an adapter's input that a training step leaves out at random."""
+    """Dropout probability of the entries of an adapter's input."""
     targets: tuple[str, ...] = Field(default=(), strict=False)
-    """Linear layers with an adapter, such as `q_proj`; empty: every linear layer of the blocks. Experts have adapters
-    if `experts.gate_up_proj` or `experts.down_proj` is named."""
+    """Linear layers with an adapter, such as `q_proj`. Empty for every linear layer of the blocks. Experts get adapters
+    only if `experts.gate_up_proj` or `experts.down_proj` is named."""
     rslora: bool = False
-    """Divide alpha by the square root of r instead."""
+    """Divide alpha by the square root of r, instead of by r."""
     adapter: LocalText = ""
-    """Folder of an adapter in PEFT's format with which the run begins; empty: a new one, which changes nothing yet."""
+    """Folder of an adapter in PEFT's format that initializes the adapters. Empty for new adapters with zero output."""
     objective: Literal["sft", "dpo", "orpo", "kto"] = "sft"
-    """Likelihood of the tokens (sft), preference between the two answers of each pair, dpo beside a reference and orpo
-    without one, or value of answers that are labelled as desirable or not, beside a reference (kto)."""
+    """Training objective. sft is the likelihood of tokens. dpo and orpo prefer one of two answers, dpo against a
+    reference model. kto rates answers labelled as desirable or not, against a reference model."""
     beta: PositiveFloat = 0.1
-    """With objective=dpo or kto, factor of the log-ratio of probabilities; larger stays nearer to the reference."""
+    """With objective=dpo or kto, factor of the log-ratio of probabilities. Larger values stay closer to the
+    reference."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """With objective=dpo, share of the pairs whose answers are assumed to be swapped."""
+    """With objective=dpo, share of the pairs whose labels are assumed to be swapped."""
     orpo_lambda: PositiveFloat = 0.1
-    """With objective=orpo, weight of the odds ratio beside the likelihood of the chosen answer."""
+    """With objective=orpo, weight of the odds ratio loss, added to the likelihood loss of the chosen answer."""
     desirable_weight: PositiveFloat = 1.0
-    """With objective=kto, factor of the losses of desirable answers."""
+    """With objective=kto, weight of the losses of desirable answers."""
     undesirable_weight: PositiveFloat = 1.0
-    """With objective=kto, factor of the losses of undesirable answers."""
+    """With objective=kto, weight of the losses of undesirable answers."""
     pairs_per_row: Size = 8
-    """Most pairs that share a row of dpo and orpo, and half of the most answers of kto; a graph is made for it."""
+    """Maximum pairs that share a row with dpo and orpo. kto allows twice as many answers. Graphs have this size."""
 
     @property
     def adapts(self) -> bool:
-        """True if adapters are trained beside frozen weights."""
+        """True if adapters are trained and the other weights are frozen."""
         return self.method != "full"
 
     @property
@@ -59,8 +60,8 @@ class FinetuneConfig(Section):
 
     @property
     def stores_reference(self) -> bool:
-        """True if log-probabilities of the reference are stored before training.
+        """True if log-probabilities of the reference model are computed and stored before training.
 
-        Without them, the frozen weights below new adapters are the reference.
+        Otherwise the reference is the frozen weights without the new adapters.
         """
         return self.objective in {"dpo", "kto"} and (not self.adapts or bool(self.adapter))

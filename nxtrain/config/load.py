@@ -1,4 +1,4 @@
-"""Loading of files and overrides to one frozen `RunConfig`, with the origin of each value."""
+"""Loading of configuration files and overrides into one frozen `RunConfig`, with the origin of each value."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ else:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A configuration and its provenance.
+    """A configuration, and the origin of each of its values.
 
     Args:
         config: The decoded configuration.
-        origins: Dotted key to `file:line`, `override` or `default`, for every value.
+        origins: Origin of every value by dotted key: `file:line`, `override` or `default`.
     """
 
     config: RunConfig
@@ -38,20 +38,20 @@ class Loaded:
 
     @property
     def sets_anything(self) -> bool:
-        """True if the files set a value; an empty or truncated file sets none."""
+        """True if a file sets any value; an empty or truncated file sets none."""
         return any(origin not in {"default", "override"} for origin in self.origins.values())
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Read a file, the files that it extends, and overrides.
+    """Load a configuration file with the files that it extends, and apply overrides.
 
     Args:
-        path: TOML file. Its `extends = [...]` names files relative to it. Later files win, and the file itself wins
-            over all of them.
-        overrides: `dotted.key=value` each; the value is TOML, or else a plain string.
+        path: TOML file. Its `extends = [...]` names further files, relative to this file. Later files take precedence,
+            and the file itself takes precedence over all of them.
+        overrides: Texts `dotted.key=value`. A value that is not TOML is a plain string.
 
     Raises:
-        ConfigError: A file is missing or no TOML; or all problems of the values, together.
+        ConfigError: A file is missing or is not TOML, or values are invalid. The error lists all invalid values.
     """
     table, origins = _read(Path(path), ())
     problems = []
@@ -84,19 +84,19 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def values(config: RunConfig) -> dict[str, Any]:
-    """All values by dotted TOML key, in the order of the schema."""
+    """All values of a configuration by dotted TOML key, in schema order."""
     return flatten(config.model_dump(by_alias=True))
 
 
 def origin_of(origins: Mapping[str, str], key: str) -> str:
-    """Origin of a value, or of a table's first value; empty if neither is set."""
+    """Origin of a value, or of the first value of a table; empty if neither is set."""
     if key in origins:
         return origins[key]
     return next((origin for table, origin in origins.items() if f"{table}.".startswith(f"{key}.")), "")
 
 
 def _firsts(origins: Mapping[str, str]) -> dict[str, str]:
-    """Results of `origin_of` for all keys and tables; a search for each key would be slow in a long file."""
+    """Results of `origin_of` for all keys and tables at once. A search for each key would be slow for a long file."""
     firsts: dict[str, str] = {}
     for key, origin in origins.items():
         table = key
@@ -112,9 +112,9 @@ def _out_of_bounds(table: Mapping[str, Any], origin: Callable[[str], str]) -> li
 
 
 def _unparsed(error: Exception) -> str:
-    """Reason of a parser's failure on a text that may be valid TOML."""
+    """Reason why the parser failed on a text."""
     if isinstance(error, RecursionError):
-        return f"tables and lists lie more than {MAX_DEPTH} deep inside one another"
+        return f"tables and lists are nested more than {MAX_DEPTH} deep"
     return f"not readable as TOML: {cause_of(error)}"
 
 
@@ -122,7 +122,7 @@ def _read(path: Path, parents: tuple[Path, ...]) -> tuple[dict[str, Any], dict[s
     text = _text(path)
     if path.resolve() in parents:
         chain = " -> ".join(p.name for p in (*parents, path))
-        raise ConfigError([Problem("extends", f"goes in a circle: {chain}", str(path))])
+        raise ConfigError([Problem("extends", f"files extend each other in a circle: {chain}", str(path))])
     try:
         own = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -179,7 +179,7 @@ def _parse_value(text: str) -> object:
 
 
 def _lines(text: str) -> dict[str, int]:
-    """Line of each key, by dotted name; `tomllib` does not report lines."""
+    """Line number of each key by dotted name, since `tomllib` does not report lines."""
     lines: dict[str, int] = {}
     section = ""
     for number, line in enumerate(text.splitlines(), start=1):

@@ -1,7 +1,7 @@
-"""Model folder of a configuration: a folder of this machine, or files of a repository of the Hugging Face Hub.
+"""Resolution of `model.hf` to a folder: a local folder, or downloaded files of a Hugging Face Hub repository.
 
-`model.hf` names either. A repository is pinned to a commit before the configuration is checked, and the run's
-`config.toml` records the commit. The shape needs `config.json` alone; the first weights need the other files.
+A repository is pinned to a commit before the configuration is checked, and the run's `config.toml` records the commit.
+The model's shape needs only `config.json`. The initial weights need the other files.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ COMPANIONS = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-"""Files next to the weights of a Hugging Face folder, without `config.json`."""
+"""Files of a Hugging Face model folder other than `config.json` and the weights."""
 
 _PICKLED = (".bin", ".pth", ".pt")
-"""Most files that a message names."""
+"""Endings of files with pickled weights, which nxtrain does not read."""
 
 
 def with_commit(config: RunConfig) -> RunConfig:
-    """Pin `model.hf` to a commit, if `model.hf` names a repository of the Hub.
+    """Pin `model.hf` to a commit if it names a repository of the Hub.
 
-    A run goes on with the commit that its `config.toml` records, unless a commit is named, or checkpoint.resume=never.
+    A run continues with the commit in its `config.toml`, unless `model.hf` names a commit, or checkpoint.resume=never.
 
     Raises:
         ConfigError: The Hub has no such repository or revision for this user.
@@ -61,14 +61,14 @@ def with_commit(config: RunConfig) -> RunConfig:
             pinned = name.pinned()
     elif name.revision:
         _print_line(
-            f"model.hf={name}: the run goes on with the commit that {config.run.dir / CONFIG_FILE} records, "
-            f"{pinned.revision}; for another, name its 40 digits"
+            f"model.hf={name}: the run continues with the commit in {config.run.dir / CONFIG_FILE}, "
+            f"{pinned.revision}; for another commit, give its 40 digits"
         )
     return config.model_copy(update={"model": config.model.model_copy(update={"hf": str(pinned)})})
 
 
 def read_shape(text: str) -> Mapping[str, Any]:
-    """Content of the `config.json` of a value of `model.hf`.
+    """Read the `config.json` of the model that `model.hf` names.
 
     Raises:
         ConfigError: There is no such folder or repository, or its `config.json` cannot be read.
@@ -94,17 +94,17 @@ def read_shape(text: str) -> Mapping[str, Any]:
 
 
 def whole_folder(text: str, key: str = KEY) -> Path:
-    """Folder with shape, weights and tokenizer of a model; what a repository of the Hub lacks here is fetched.
+    """Folder with the shape, weights and tokenizer of a model; missing files of a Hub repository are downloaded.
 
-    All ranks may call this at once: one rank of each machine fetches, and the others wait.
+    All ranks may call this at once. One rank of each machine downloads, and the others wait.
 
     Args:
         text: Path of a folder, or name of a repository.
-        key: Key or argument that problems name; empty: none.
+        key: Key or argument that problems name; empty for none.
 
     Raises:
-        ConfigError: There is no such repository, or it holds no safetensors.
-        StorageError: The Hub cannot be reached, or the disk has no room.
+        ConfigError: There is no such repository, or it has no safetensors files.
+        StorageError: The Hub cannot be reached, or the disk has not enough space.
     """
     name = model_named(text)
     if name is None:
@@ -125,7 +125,7 @@ def whole_folder(text: str, key: str = KEY) -> Path:
 
 
 def tokenizer_folder(text: str) -> Path:
-    """Folder with the tokenizer of a model, which is a folder of this machine or a repository of the Hub.
+    """Folder with the tokenizer of a model, given as a local folder or as a Hub repository.
 
     Raises:
         ConfigError: There is no such repository, or it has no `tokenizer.json`.
@@ -143,7 +143,7 @@ def tokenizer_folder(text: str) -> Path:
 
 
 def _recorded(config: RunConfig, name: HubName) -> HubName | None:
-    """Commit of the same repository in the run's record; None if there is none."""
+    """Repository at the commit in the run's `config.toml`; None if it records no commit of this repository."""
     if config.checkpoint.resume == "never":
         return None
     try:
@@ -156,7 +156,7 @@ def _recorded(config: RunConfig, name: HubName) -> HubName | None:
 
 
 def _shape_folder(name: HubName) -> Path:
-    """Folder of a commit with its `config.json`."""
+    """Folder of a commit in the Hub cache, with `config.json` downloaded."""
     if not (name.folder / SHAPE).is_file():
         sizes = name.sizes()
         if sizes and SHAPE not in sizes:
@@ -166,13 +166,13 @@ def _shape_folder(name: HubName) -> Path:
 
 
 def _weights_of(folder: Path) -> list[str]:
-    """Files of the weights in a folder of the cache: those of its index, or the only one; empty if unknown."""
+    """Weight files of a model folder, from its index or the single weights file; empty if unknown."""
     if not (folder / INDEX).is_file():
         return [WEIGHTS] if (folder / WEIGHTS).is_file() else []
     try:
         files = json.loads(read_bytes(folder / INDEX))["weight_map"].values()
     except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:
-        raise ConfigError(f"{folder / INDEX} is no table of tensors and their files: {cause_of(error)}") from error
+        raise ConfigError(f"{folder / INDEX} is not an index of tensors and their files: {cause_of(error)}") from error
     return sorted({location for location in files if isinstance(location, str)})
 
 
@@ -189,7 +189,7 @@ def _without_weights(name: HubName, absent: str, sizes: Mapping[str, int]) -> Co
 
 @contextmanager
 def _of_key(text: str, key: str = KEY) -> Iterator[None]:
-    """Report refusals of the Hub within this context as problems of a key."""
+    """Context that reports refusals of the Hub as problems of a configuration key."""
     try:
         yield
     except ConfigError as error:
@@ -202,7 +202,7 @@ def _of_key(text: str, key: str = KEY) -> Iterator[None]:
 
 
 def _not_here(text: str) -> str:
-    """Begin of a message about a name that could also be a path."""
+    """Prefix of a message about a name that could also be a local path."""
     if text.startswith(SCHEME):
         return ""
     return f"no folder {text} is here, and "

@@ -1,4 +1,4 @@
-"""Keys of the choice between AdamW and Muon, and the rules between them."""
+"""Configuration keys that select AdamW or Muon, and the rules between them."""
 
 from __future__ import annotations
 
@@ -13,33 +13,32 @@ from nxtrain.config.section import Beta, PositiveInt, Section
 
 
 class MuonConfig(Section):
-    """Keys of [optim] that choose the optimizer, and those of Muon."""
+    """Keys of [optim] that select the optimizer, and the keys of Muon."""
 
     name: Literal["adamw", "muon"] = "adamw"
-    """Optimizer; muon updates the matrices of the blocks, and AdamW all other parameters."""
+    """Optimizer. With muon, Muon updates the matrices of the blocks, and AdamW updates all other parameters."""
     adam_lr: NonNegativeFloat = 0.0
-    """With muon, highest learning rate of the parameters that AdamW updates, which follows the schedule of lr; 0:
-    lr."""
+    """With muon, highest learning rate of the parameters that AdamW updates, on the schedule of lr. 0 uses lr."""
     muon_scale: Literal["original", "moonlight"] = "moonlight"
-    """Factor of Muon's update by a matrix's shape: original, sqrt(max(1, rows / columns)), or moonlight, 0.2
-    sqrt(max(rows, columns)), for which learning rates of AdamW fit."""
+    """Scale of Muon's update by the shape of a matrix. original is sqrt(max(1, rows / columns)). moonlight is 0.2
+    sqrt(max(rows, columns)), which suits learning rates of AdamW."""
     muon_momentum: Beta = 0.95
-    """Decay of Muon's running mean of the gradient."""
+    """Momentum of Muon: decay of its moving average of the gradient."""
     muon_momentum_pieces: tuple[BetaPiece, ...] = Field(default=(), strict=False)
-    """Tables of steps, to and shape, by which muon_momentum changes, such as a warmup from 0.85 to 0.95."""
+    """Schedule of muon_momentum, as tables of steps, to and shape; for example a warmup from 0.85 to 0.95."""
     muon_nesterov: bool = True
-    """Muon's update looks one step ahead of its running mean."""
+    """Use Nesterov momentum in Muon."""
     muon_steps: PositiveInt = 5
-    """Newton-Schulz steps of each update."""
+    """Newton-Schulz iterations of each Muon update."""
     muon_precision: Literal["fp32", "bf16"] = "fp32"
-    """Type of the products of Newton-Schulz steps."""
+    """Number type of the matrix products in Newton-Schulz iterations."""
 
 
 def muon_problems(optim: MuonConfig, *, lr: float, method: str) -> Iterator[Problem]:
-    """Problems of the choice of an optimizer.
+    """Check the choice of an optimizer, and yield the problems.
 
     Args:
-        optim: Keys of the optimizer.
+        optim: Section [optim].
         lr: Value of optim.lr.
         method: Value of finetune.method.
     """
@@ -53,5 +52,5 @@ def muon_problems(optim: MuonConfig, *, lr: float, method: str) -> Iterator[Prob
         reason = f"follows the schedule of optim.lr, which is 0, so that adam_lr={optim.adam_lr} is never reached"
         yield Problem("optim.adam_lr", reason, hint="use a positive optim.lr, or leave optim.adam_lr out")
     if method != "full":
-        reason = f"orthogonalizes whole weights, and finetune.method={method} trains their thin factors"
+        reason = f"orthogonalizes whole weights, and finetune.method={method} trains low-rank factors of them"
         yield Problem("optim.name", reason, hint="use optim.name=adamw, or finetune.method=full")

@@ -1,4 +1,4 @@
-"""Number types of a run: presets under the names of NxD Training, and rules between the keys of [precision]."""
+"""Number types of a run: presets with the names of NxD Training, and rules between the keys of [precision]."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ PRESETS: dict[str, Mapping[str, str]] = {
         "autocast": _MIXED,
     }.items()
 }
-"""Values of [precision] by `precision.type`.
+"""Values of the keys of [precision] for each preset `precision.type`.
 
-Source: NxD Training 1.7, configuration overview and `examples/training_orchestrator.py`. There, `autocast` has the
-master copies and the sums of `mixed_precision`, and its residual stream is fp32; here that stream has the type of the
-parameters.
+Source: NxD Training 1.7, configuration overview and `examples/training_orchestrator.py`. In NxD Training, `autocast`
+has the master weights and sums of `mixed_precision`, with an fp32 residual stream. Here the residual stream has the
+type of the parameters.
 """
 
 MAX_ROUNDED_BETA = 0.99
-"""Largest decay with which a running mean in bf16, rounded to nearest, follows its gradients. One step then moves the
-mean by 1% of the distance to the gradient. Adjacent bf16 numbers are 0.4 to 0.8% apart."""
+"""Largest beta of a moving average that is stored in bf16 and rounded to nearest.
+
+With this beta, a step moves the average by 1% of the distance to the gradient. Adjacent bf16 numbers are 0.4 to 0.8%
+apart, so that a slower average would not change.
+"""
 
 _UPDATES = {
     "fp32": ("fp32",),
@@ -45,14 +48,14 @@ _UPDATE_REASONS = {
 
 
 def expand(table: dict[str, Any], origins: dict[str, str]) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
-    """Fill in the keys of the preset that a table names.
+    """Fill in the values of the precision preset that a configuration names.
 
     Args:
-        table: Tables of a configuration.
+        table: Table of the whole configuration.
         origins: Origin of each value by dotted key.
 
     Returns:
-        Both with the preset's values, and a problem for each value that contradicts the preset.
+        The table and the origins with the preset's values, and a problem for each value that contradicts the preset.
     """
     given = table.get("precision")
     name = given.get("type") if isinstance(given, dict) else None
@@ -61,9 +64,9 @@ def expand(table: dict[str, Any], origins: dict[str, str]) -> tuple[dict[str, An
     origin = origins.get("precision.type", "")
     if name == "mixed_precisionSR":
         reason = (
-            "mixed_precisionSR has master copies, which keep what rounding loses, and rounds every other cast at random"
+            "mixed_precisionSR rounds every cast at random, but its master weights already keep what rounding loses"
         )
-        hint = "use mixed_precision, or bf16SR, which has no master copies and needs the random bits"
+        hint = "use mixed_precision, or bf16SR, which has no master weights and needs stochastic rounding"
         return table, origins, [Problem("precision.type", reason, origin, hint)]
     preset = PRESETS.get(name, {})
     problems = [
@@ -81,7 +84,7 @@ def expand(table: dict[str, Any], origins: dict[str, str]) -> tuple[dict[str, An
 
 
 def precision(config: RunConfig) -> Iterator[Problem]:
-    """Rules between the number types of a run."""
+    """Check the rules between the number types of a run, and yield the problems."""
     types, shard = config.precision, config.parallel.shard
     params, update = types.params, types.update
     if update not in _UPDATES[params]:
@@ -97,12 +100,12 @@ def precision(config: RunConfig) -> Iterator[Problem]:
         if types.state == "bf16" and update != "bf16_stochastic" and beta > MAX_ROUNDED_BETA:
             reason = (
                 f"bf16 rounds to nearest under update={update}: with {key}={beta} each step changes the "
-                "running mean by less than half the distance to the next number, and it stays where it is"
+                "moving average by less than half the distance to the next bf16 number, so it never changes"
             )
             hint = f"use precision.state=fp32, update=bf16_stochastic, or {key}={MAX_ROUNDED_BETA} or less"
             yield Problem("precision.state", reason, hint=hint)
     if config.backend.rounding == "hardware" and config.backend.name not in ("auto", "neuron", "neuron-native"):
-        reason = f"hardware rounds at random on Trainium alone, not on {config.backend.name}"
+        reason = f"hardware stochastic rounding exists on Trainium only, not on {config.backend.name}"
         yield Problem("backend.rounding", reason, hint="use backend.rounding=auto or software")
     yield from _fp16(config)
     if params == "fp32" and types.accumulate == "bf16":
@@ -129,7 +132,7 @@ def _fp16(config: RunConfig) -> Iterator[Problem]:
         return
     for key in ("accumulate", "reduce", "state"):
         if getattr(types, key) != "fp32":
-            reason = "bf16 would round what fp16 holds with 3 bits more"
+            reason = "bf16 would round values that fp16 stores with 3 more bits"
             yield Problem(f"precision.{key}", reason, hint=f"use precision.{key}=fp32")
     if backend.name not in ("auto", "cpu", "cuda"):
         reason = f"fp16 runs on the backends cpu and cuda, not on {backend.name}"

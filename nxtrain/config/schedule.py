@@ -1,4 +1,4 @@
-"""Keys of the learning rate's schedule, their lengths in steps, and the rules between them."""
+"""Configuration keys of the learning rate schedule, the lengths of its phases in steps, and the rules between keys."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ Ratio = Annotated[float, Field(ge=0, lt=1)]
 Curve = Literal["linear", "cosine", "sqrt"]
 
 WSD_DECAY_RATIO = 0.1
-"""Default share of the run over which wsd decays. Source: Hu et al. 2024 (arXiv:2404.06395) 4.2."""
+"""Default share of the run in which wsd (warmup-stable-decay) decays. Source: Hu et al. 2024 (arXiv:2404.06395) 4.2."""
 
 
 class PieceConfig(Section):
-    """An entry of optim.pieces: some steps of the learning rate's course."""
+    """One piece of the learning rate schedule in optim.pieces."""
 
     steps: PositiveInt
-    """Number of updates."""
+    """Number of updates in this piece."""
     lr: NonNegativeFloat
-    """Learning rate at the end of the piece; the course begins at 0."""
+    """Learning rate at the end of this piece. The first piece begins at 0."""
     shape: Literal["linear", "cosine", "sqrt", "constant"] = "linear"
-    """Curve from the rate before to lr; constant: lr from the first step on."""
+    """Curve from the previous learning rate to lr. constant uses lr from the first step on."""
 
 
 class ScheduleConfig(Section):
-    """Keys of [optim] that give each update its learning rate."""
+    """Keys of [optim] for the learning rate schedule."""
 
     lr: NonNegativeFloat = 3e-4
     """Highest learning rate."""
     min_lr: NonNegativeFloat = 3e-5
-    """Learning rate at the end of the decay; inverse_sqrt falls no lower."""
+    """Learning rate at the end of the decay, and lower bound of inverse_sqrt."""
     schedule: Literal["cosine", "constant", "linear", "wsd", "inverse_sqrt", "pieces"] = "cosine"
-    """Course of the learning rate after the warmup; wsd: constant, then a decay; pieces: that of optim.pieces."""
+    """Learning rate schedule after the warmup. wsd is constant, then decays. pieces follows optim.pieces."""
     warmup_steps: NonNegativeInt = 0
-    """Steps over which the learning rate rises linearly to lr."""
+    """Steps of linear warmup from 0 to lr."""
     warmup_ratio: Ratio = 0.0
-    """Share of the run that warms up, in place of warmup_steps."""
+    """Share of the run for the warmup, in place of warmup_steps."""
     decay_steps: NonNegativeInt = 0
-    """Step at which cosine and linear reach min_lr; 0: train.steps. With wsd, length of the decay that ends the run; 0:
-    decay_ratio."""
+    """Step at which cosine and linear reach min_lr; 0 for train.steps. With wsd, number of steps of the final decay; 0
+    for decay_ratio."""
     decay_ratio: Ratio = 0.0
-    """With wsd, share of the run that decays, in place of decay_steps; 0: a tenth."""
+    """With wsd, share of the run for the decay, in place of decay_steps; 0 for a tenth."""
     decay_shape: Curve = "linear"
-    """With wsd, shape of the decay; sqrt falls by the root of the share that is done, fast at first."""
+    """With wsd, shape of the decay. sqrt falls with the square root of the finished share, fast at first."""
     pieces: tuple[PieceConfig, ...] = Field(default=(), strict=False)
-    """With schedule=pieces, tables of steps, lr and shape (linear, cosine, sqrt, constant), one after another; then the
-    last rate stays."""
+    """With schedule=pieces, the pieces of the schedule, as tables of steps, lr and shape. After the last piece, the
+    last learning rate remains."""
     rewarm_steps: NonNegativeInt = 0
-    """Steps after a resume from another run's checkpoint, or with this key new, over which the rate rises from 0."""
+    """Steps of linear warmup after a resume from another run's checkpoint, or after this key was added."""
 
     @property
     def highest_lr(self) -> float:
@@ -62,20 +62,20 @@ class ScheduleConfig(Section):
         return self.lr
 
     def num_warmup_steps(self, steps: int) -> int:
-        """Number of warmup steps in a run of some number of steps."""
+        """Number of warmup steps in a run of `steps` updates."""
         return self.warmup_steps or round(self.warmup_ratio * steps)
 
     def num_decay_steps(self, steps: int) -> int:
-        """Number of steps of wsd's decay in a run of some number of steps."""
+        """Number of decay steps of wsd in a run of `steps` updates."""
         return self.decay_steps or round((self.decay_ratio or WSD_DECAY_RATIO) * steps)
 
 
 def schedule_problems(optim: ScheduleConfig, steps: int) -> Iterator[Problem]:
-    """Problems of a schedule.
+    """Check a learning rate schedule, and yield the problems.
 
     Args:
         optim: Keys of the schedule.
-        steps: Updates of the run; 0 if they are counted later.
+        steps: Updates of the run; 0 if not known yet.
     """
     for name in ("warmup", "decay"):
         length, ratio = getattr(optim, f"{name}_steps"), getattr(optim, f"{name}_ratio")
@@ -83,7 +83,7 @@ def schedule_problems(optim: ScheduleConfig, steps: int) -> Iterator[Problem]:
             reason = f"{ratio} of the run and optim.{name}_steps={length} are two lengths of the {name}"
             yield Problem(f"optim.{name}_ratio", reason, hint=f"use 0 for one of them, such as optim.{name}_steps=0")
     if optim.decay_ratio and optim.schedule != "wsd":
-        reason = f"is the share of the run in which wsd decays, and schedule={optim.schedule}"
+        reason = f"is for schedule=wsd only, but schedule={optim.schedule}"
         yield Problem("optim.decay_ratio", reason, hint="use 0, or optim.schedule=wsd")
     if optim.schedule not in ("constant", "pieces") and optim.min_lr > optim.lr:
         reason = f"min_lr={optim.min_lr} exceeds lr={optim.lr}"
@@ -104,12 +104,12 @@ def _piece_problems(optim: ScheduleConfig) -> Iterator[Problem]:
     for key in ("warmup_steps", "warmup_ratio", "decay_steps"):
         value = getattr(optim, key)
         if value:
-            reason = f"{value} has no effect, since optim.pieces give the whole course"
+            reason = f"{value} has no effect, since optim.pieces define the whole schedule"
             yield Problem(f"optim.{key}", reason, hint=f"use optim.{key}=0, and a piece that rises or falls")
 
 
 def _length_problems(optim: ScheduleConfig, steps: int) -> Iterator[Problem]:
-    """Problems of phases that do not fit into the run."""
+    """Check that the warmup and the decay fit into the run, and yield the problems."""
     if optim.schedule == "pieces":
         return
     warmup = optim.num_warmup_steps(steps)

@@ -1,7 +1,7 @@
-"""Schema of the configuration: every key of a run, with its unit, its default and its meaning.
+"""Schema of the configuration: every key of a run, with its type, default, unit and meaning.
 
-The schema is data only; it reads no file and no device. Relative paths are relative to the working directory. The
-sections are frozen and strict: an integer is accepted for a float, and no other value is converted.
+The schema reads no file and no device. Relative paths are relative to the working directory. The sections are frozen
+and strict. An integer is accepted for a float, and no other value is converted.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ FULLY_SHARDED = ("grad_op", "full", "hybrid")
 """Values of parallel.shard that shard parameters and gradients."""
 
 ON_XLA = ("xla", "neuron")
-"""Values of backend.name that record whole steps as graphs, without process groups of their own."""
+"""Values of backend.name that record whole steps as graphs through PyTorch/XLA."""
 
 ON_GPUS = "cuda"
-"""Value of backend.name that GPUs have."""
+"""Value of backend.name for GPUs."""
 
 ATTENTION = {
     "cpu": ("auto", "plain"),
@@ -66,28 +66,28 @@ ATTENTION = {
     "neuron": ("auto", "plain", "flash"),
     "neuron-native": ("auto", "plain", "flash"),
 }
-"""Values of backend.attention that each backend has."""
+"""Values of backend.attention that each backend supports."""
 
 QUANTIZING = ("auto", "cpu", "cuda")
-"""Values of backend.name that may have a library for quantized weights."""
+"""Values of backend.name for which a library of quantized weights may be installed."""
 
 
 class IdentityConfig(Section):
     """[run]: name, folder and seed of the run."""
 
     name: str = "nxtrain"
-    """Name in logs and reports."""
+    """Name of the run in logs and reports."""
     dir: LocalPath = Field(default_factory=lambda data: Path("runs") / data["name"])
-    """Folder of everything that the run writes; by default runs/ and the name."""
+    """Folder for all files that the run writes. The default is runs/ and the name."""
     seed: NonNegativeInt = 0
-    """Start of all randomness: initial weights and data order."""
+    """Seed of all random numbers, such as initial weights and data order."""
 
 
 class ClusterConfig(Section):
-    """[cluster]: the machines."""
+    """[cluster]: type and number of the machines."""
 
     instance: str = ""
-    """Instance type, such as `trn1.32xlarge`; empty: this machine."""
+    """Instance type of the machines, such as `trn1.32xlarge`; empty for this machine."""
     nodes: Degree = 1
     """Number of machines."""
 
@@ -96,267 +96,279 @@ class ModelChoiceConfig(Section):
     """[model]: family, shape and initial weights of the model."""
 
     family: str = ""
-    """Installed model family, such as `llama`; empty: that of model.hf, else llama."""
+    """Installed model family, such as `llama`. Empty for the family of model.hf, else llama."""
     preset: str = ""
-    """Published shape, such as `llama3-8b`; empty: `tiny`, unless model.hf gives the shape."""
+    """Published model shape, such as `llama3-8b`. Empty for `tiny`, or for the shape of model.hf."""
     hf: ModelLocation = ""
     """Folder whose config.json gives the shape, or `org/name[@revision]` of the Hub, which is pinned to a commit."""
     init: Literal["scaled", "normal", "hf"] = "scaled"
-    """Initial weights: normal, scaled (output projections by 1/sqrt(2 x layers)), or those of model.hf."""
+    """Initial weights: normal, scaled (output projections divided by sqrt(2 x layers)), or hf, the weights of
+    model.hf."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """Changes to the shape, under Hugging Face's names, such as `num_hidden_layers`."""
+    """Changes to the model's shape, with Hugging Face's key names, such as `num_hidden_layers`."""
     fused_qkv: bool = True
-    """One matrix for the query, key and value projections."""
+    """Fuse the query, key and value projections in one matrix."""
     fused_gate_up: bool = True
-    """One matrix for the gate and up projections."""
+    """Fuse the gate and up projections in one matrix."""
     moe_dispatch: Literal["dropless", "capacity"] = "dropless"
-    """Tokens that experts compute: all, or as many for each as moe_capacity_factor allows."""
+    """Tokens that experts compute. dropless computes all, and capacity drops tokens beyond moe_capacity_factor."""
     moe_capacity_factor: PositiveFloat = 1.25
-    """With moe_dispatch=capacity, most tokens of an expert in a micro-batch, relative to an even load."""
+    """With moe_dispatch=capacity, maximum tokens of an expert in a micro-batch, relative to an even load."""
     moe_z_loss: NonNegativeFloat = 0.0
-    """Factor of the routers' z-loss, which keeps their logits small; 0: none."""
+    """Coefficient of the router z-loss, which keeps router logits small; 0 for none."""
 
 
 class ParallelConfig(Section):
-    """[parallel]: degrees and modes of parallelism."""
+    """[parallel]: parallelism degrees, sharding and pipeline schedule."""
 
     tp: Degree = 1
-    """Tensor parallel degree: ranks that share each layer."""
+    """Tensor parallel degree: ranks over which each layer is sharded."""
     pp: Degree = 1
-    """Pipeline parallel degree: stages that share the layers."""
+    """Pipeline parallel degree: stages into which the layers are divided."""
     virtual_pp: Degree = 1
-    """Model chunks per pipeline stage; more make the pipeline's bubble smaller, and its transfers more."""
+    """Model chunks per pipeline stage. More chunks make the pipeline bubble smaller, and need more transfers."""
     schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
-    """Order of a pipeline's work; zero_bubble postpones weight gradients: less waiting, more activations held."""
+    """Pipeline schedule. zero_bubble postpones weight gradients, which shortens the bubble and keeps more
+    activations."""
     pipeline_cuts: tuple[Size, ...] = Field(default=(), strict=False)
-    """First block of each chunk but the first, pp x virtual_pp - 1 of them; empty: cut so that all cost alike."""
+    """First block of every chunk except the first, pp x virtual_pp - 1 numbers. Empty for chunks of equal cost."""
     dp: DerivedDegree = 0
-    """Data parallel degree: copies of the model; 0: the ranks that tp, pp and cp leave over."""
+    """Data parallel degree: number of model replicas. 0 uses all ranks, divided by tp x pp x cp."""
     cp: Degree = 1
-    """Context parallel degree: ranks that share the positions of each sequence."""
+    """Context parallel degree: ranks over which the positions of each sequence are divided."""
     cp_layout: Literal["auto", "contiguous", "zigzag", "striped"] = "auto"
-    """Positions of a cp rank: a piece, a piece from each end, or every cp-th; auto: zigzag, else striped. Ring kernels
-    of the NKI Library take striped."""
+    """Positions of a cp rank: one piece, one piece from each end (zigzag), or every cp-th (striped). auto uses zigzag,
+    else striped. Ring kernels of the NKI Library use striped."""
     cp_method: Literal["auto", "gather", "ring"] = "auto"
-    """Exchange of keys and values over cp: gathered, or passed in a ring; auto: ring on cpu and cuda, and where the NKI
-    Library's ring kernels can run, else gather."""
+    """Exchange of keys and values over cp by all-gather or in a ring. auto uses a ring on cpu and cuda, and where ring
+    kernels of the NKI Library can run, else gather."""
     ep: Degree = 1
-    """Expert parallel degree: adjacent ranks of dp x cp that divide the experts, whose tokens they exchange."""
+    """Expert parallel degree: adjacent ranks of dp x cp over which experts are divided, with all-to-all of tokens."""
     sequence_parallel: bool = False
-    """Cut the sequence over tp between the matrix products."""
+    """Shard activations along the sequence over tp, outside of the matrix products."""
     async_tp: bool = False
-    """On cuda, compiled blocks overlap gathers and scatters of sequence_parallel with their products, through torch's
-    symmetric memory."""
+    """On cuda, compiled blocks overlap collectives of sequence_parallel with matrix products, by torch's symmetric
+    memory."""
     shard: Literal["none", "zero1", "grad_op", "full", "hybrid"] = "none"
-    """State sharded over dp x cp: nothing, optimizer state, gradients too, parameters too, or those in a node."""
+    """State sharded over dp x cp. zero1 shards optimizer state, grad_op also gradients, full also parameters. hybrid is
+    full inside groups of shard_size ranks."""
     shard_size: DerivedDegree = 0
-    """With shard=hybrid, adjacent dp ranks that cut state between them; 0: those of one node."""
+    """With shard=hybrid, number of adjacent ranks over which state is sharded; 0 for the ranks of one node."""
     bucket_mib: Size = 64
-    """MiB of gradients in one data parallel collective."""
+    """Bucket size: MiB of gradients in one data parallel collective."""
     unit_params: NonNegativeInt = 0
-    """With shard=grad_op, full or hybrid, fewest parameters of a unit, of adjacent blocks; 0: each block is a unit."""
+    """With shard=grad_op, full or hybrid, minimum parameters of a sharding unit of adjacent blocks. 0 for one block
+    each."""
     prefetch: NonNegativeInt = 1
-    """With shard=grad_op, full or hybrid, units that are gathered ahead of their use; 0: torch's own choice."""
+    """With shard=grad_op, full or hybrid, number of units to all-gather ahead of use. 0 uses torch's default."""
     forward_prefetch: bool = True
-    """Forward passes gather units ahead; otherwise each as its turn comes."""
+    """All-gather units ahead of use in the forward pass. Otherwise each unit is gathered when it is used."""
     backward_prefetch: Literal["before", "after", "none"] = "before"
-    """Backward passes gather units ahead: before the gradients of the unit at work, after them, or not at all."""
+    """All-gather units ahead in the backward pass: before or after the gradients of the current unit, or not at all."""
     offload: Offload = Field(default=(), strict=False)
-    """State in host memory: optimizer, activations, and params that are sharded; true: optimizer and params."""
+    """State kept in host memory: optimizer, activations, and sharded params. true means optimizer and params."""
 
     @property
     def ranks_per_replica(self) -> int:
-        """Ranks that compute one sequence together."""
+        """Number of ranks that compute one sequence together: tp x cp x pp."""
         return self.tp * self.cp * self.pp
 
     @property
     def degrees(self) -> str:
-        """Degrees of parallelism as text; cp and ep appear only above 1."""
+        """Parallelism degrees as text. cp and ep appear only if above 1."""
         context = "" if self.cp == 1 else f"cp={self.cp} "
         return f"tp={self.tp} {context}pp={self.pp} dp={self.dp}" + ("" if self.ep == 1 else f" ep={self.ep}")
 
 
 class TrainConfig(Section):
-    """[train]: number of steps, and the work of each. Batches are counted in sequences."""
+    """[train]: length of the run, batch sizes, evaluation and memory use. Batches are counted in sequences."""
 
     steps: PositiveInt = 1000
     """Optimizer updates of the whole run."""
     epochs: NonNegativeFloat = 0.0
-    """Passes over the rows of the data, as 3 or 0.5, in place of train.steps; 0: train.steps counts."""
+    """Length of the run in passes over the data rows, such as 3 or 0.5, in place of train.steps. 0 uses train.steps."""
     seq_len: Size = 128
     """Tokens per sequence."""
     global_batch: Size = 8
     """Sequences per update, over all dp ranks."""
     batch_ramp: Ramp = Field(default=(), strict=False)
-    """Stages before the full global batch: tables of global_batch, and of the samples or tokens trained with it."""
+    """Stages with a smaller global batch at the begin of the run: tables of global_batch and samples or tokens."""
     seq_ramp: SeqRamp = Field(default=(), strict=False)
-    """Stages of shorter sequences, several in a row: tables of seq_len, and of the tokens trained with it."""
+    """Stages with shorter sequences at the begin of the run, several in a row: tables of seq_len and tokens."""
     micro_batch: Size = 1
-    """Sequences per dp rank in one forward pass; the rest of the global batch is accumulated."""
+    """Sequences of a micro-batch, per dp rank. Gradients are accumulated over the micro-batches of a global batch."""
     remat: Literal["none", "selective", "full"] = "none"
-    """Activations that backward recomputes: nothing, attention (from 8192 tokens MLPs too), whole blocks."""
+    """Activation checkpointing: recompute nothing, attention (from 8192 tokens also MLPs), or whole blocks."""
     eval_every: NonNegativeInt = 0
-    """Steps between evaluations on held-out data; 0: never."""
+    """Steps between evaluations on held-out data; 0 for never."""
     eval_batches: Size = 8
-    """Global batches per evaluation."""
+    """Global batches of each evaluation."""
     z_loss: NonNegativeFloat = 0.0
-    """Factor of the squared log of the softmax's denominator, which is added to each token's loss; 0: none."""
+    """Coefficient of the z-loss: the squared log of the softmax denominator, added to each token's loss. 0 for none."""
     loss_chunk_mib: NonNegativeInt = 0
-    """Most MiB of float32 logits that one rank holds at once; 0: 2048 on cuda, 64 elsewhere."""
+    """Maximum MiB of float32 logits in memory on one rank. 0 means 2048 on cuda, 64 elsewhere."""
 
     def logits_mib(self, backend: str) -> int:
-        """Most MiB of float32 logits that a rank holds at once.
+        """Maximum MiB of float32 logits in memory on one rank.
 
-        Each chunk of them reads the whole output matrix and adds to its whole gradient, so that a GPU gains by few.
+        Each chunk of logits reads the whole output matrix and updates its whole gradient, so a GPU is faster with few
+        chunks.
 
         Args:
-            backend: `cpu`, `cuda`, `xla` ...
+            backend: Name of the backend, such as `cuda`.
         """
         if self.loss_chunk_mib:
             return self.loss_chunk_mib
         return 2048 if backend == ON_GPUS else 64
 
     def batch_sizes(self, step: int = 0, tokens: int = 0) -> BatchSizes:
-        """Global batch of each update, from a step on that has seen so many tokens."""
+        """Global batch size of each update of a run that resumes after `step` updates and `tokens` tokens."""
         return batch_sizes(self.batch_ramp, self.global_batch, self.seq_len, step=step, tokens=tokens)
 
 
 class PrecisionConfig(Section):
-    """[precision]: number types of parameters, of gradient sums and of the update."""
+    """[precision]: number types of parameters, gradients, optimizer state and update."""
 
     type: Literal["manual", "fp32", "bf16SR", "mixed_precision", "mixed_precisionSR", "autocast"] = "manual"
-    """Preset of the keys below under a name of NxD Training; manual: each key as it is given."""
+    """Preset of the keys below, with a name of NxD Training. manual uses each key as given."""
     params: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Parameters and activations; fp16, on cpu and cuda, scales the loss so that small gradients stay above zero."""
+    """Type of parameters and activations. fp16, on cpu and cuda, uses a loss scale against underflow of gradients."""
     accumulate: Literal["fp32", "bf16"] = "fp32"
-    """Sums of gradients over micro-batches."""
+    """Type of gradient sums over micro-batches."""
     reduce: Literal["fp32", "bf16"] = "fp32"
-    """Sums of gradients over dp ranks."""
+    """Type of gradient sums over dp ranks."""
     update: Literal["fp32", "fp32_master", "bf16_stochastic", "bf16_kahan"] = "fp32"
-    """Update rule: in fp32 params, on fp32 copies of bf16 params, by stochastic rounding, or compensated."""
+    """Update rule: directly on fp32 params, on fp32 master weights, by stochastic rounding, or by Kahan summation."""
     state: Literal["fp32", "bf16"] = "fp32"
-    """Running means of the gradient and of its square; bf16 is rounded to nearest, under bf16_stochastic at random."""
+    """Type of AdamW's moments. bf16 rounds to nearest, or stochastically with update=bf16_stochastic."""
     fp8: Literal["none", "tensorwise", "rowwise", "mxfp8"] = "none"
-    """Products of the blocks' linear layers in float8, with scales of matrices, rows or 32 entries; cuda, or cpu."""
+    """Matrix products of linear layers in blocks in float8, with a scale per matrix, row or 32 entries; on cuda or
+    cpu."""
     loss_scale: PositiveFloat = 65536.0
-    """With params=fp16, first factor of the mean loss of a micro-batch; halved when a gradient overflows."""
+    """With params=fp16, initial loss scale of a micro-batch's mean loss. Halved when a gradient overflows."""
     loss_scale_every: PositiveInt = 2000
-    """With params=fp16, steps without overflow after which the factor doubles."""
+    """With params=fp16, steps without overflow after which the loss scale doubles."""
 
 
 class OptimConfig(MuonConfig, RuleSchedulesConfig):
-    """[optim]: AdamW or Muon, the schedules and clipping."""
+    """[optim]: optimizer, schedules, weight decay and gradient clipping."""
 
     betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), strict=False)
-    """Decay of the running means of the gradient and of its square."""
+    """Betas of AdamW: decay of the moving averages of the gradient and of its square."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the squared gradient's mean."""
+    """Epsilon of AdamW, added to the square root of the second moment."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay, times lr per step; see weight_decay_schedule."""
+    """Decoupled weight decay, multiplied by lr in each step; see weight_decay_schedule."""
     decay_norms: bool = False
-    """Weight decay also applies to norm weights; it never applies to biases."""
+    """Apply weight decay to norm weights too. Biases never have weight decay."""
     clip: NonNegativeFloat = 1.0
-    """Largest global gradient norm; 0: never clip."""
+    """Maximum global gradient norm for clipping; 0 for no clipping."""
     ema_decay: Beta = 0.0
-    """Decay of a running mean of the weights, in float32 in each checkpoint; 0: none."""
+    """Decay of a moving average of the weights, stored as float32 in each checkpoint; 0 for none."""
 
 
 class DataConfig(Section):
-    """[data]: source of the training data, tokenizer and order."""
+    """[data]: training and evaluation data, tokenizer, packing and order."""
 
     source: Literal["stdlib", "text", "arrow", "tokens"] = "stdlib"
-    """The installed Python's standard library, text files, Arrow tables, or a .npy of token ids."""
+    """Kind of the data: Python's standard library, text files, Arrow tables, or a .npy file of token ids."""
     path: CorpusPlace = ""
-    """File, folder or glob that the source reads; of source=arrow and tokens also `s3://`, `gs://` or `az://bucket/key`."""
+    """File, folder or glob of the data. With source=arrow or tokens also `s3://`, `gs://` or `az://bucket/key`."""
     mixture: tuple[CorpusPlace, ...] = Field(default=(), strict=False)
-    """Several corpora of source=arrow or tokens, in place of path; each row is of one of them."""
+    """Several corpora of source=arrow or tokens, in place of path. Each row is from one corpus."""
     weights: tuple[PositiveFloat, ...] = Field(default=(), strict=False)
-    """Share of the rows for each corpus of mixture, in any unit; empty: equal shares."""
+    """Share of the rows from each corpus of mixture, in any unit; empty for equal shares."""
     tokenizer: LocalText = ""
-    """tokenizer.json or its folder; empty: that of the weights of model.init=hf or checkpoint.resume, else a byte-level
-    BPE of the model's vocab_size, trained on the data."""
+    """tokenizer.json or its folder. Empty for the tokenizer of the loaded weights or checkpoint. Without these, a
+    byte-level BPE of the model's vocab_size is trained on the data."""
     teacher: CorpusPlace = ""
-    """.npy file of nxtrain data teach, for distillation: the most likely tokens of a teacher for each target of
+    """For distillation, .npy file of nxtrain data teach: a teacher's most likely tokens for each target of
     source=tokens."""
     teacher_k: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Tokens of data.teacher for each target."""
+    """Number of teacher tokens for each target in data.teacher."""
     teacher_weight: float = Field(default=1.0, gt=0, le=1)
-    """Weight of the teacher's tokens in the loss; the true token has the rest."""
+    """Weight of the teacher's tokens in the loss. The true token has the remaining weight."""
     packing: Literal["concat", "best_fit"] = "concat"
-    """Documents end to end, or fitted whole into rows."""
+    """Packing of documents into rows: concatenated and cut, or whole documents by best fit."""
     doc_mask: bool = False
-    """Tokens attend only inside their own document, in which positions begin at 0."""
+    """Restrict attention to each token's own document, whose positions begin at 0."""
     shuffle: bool = True
-    """Rows in an order drawn from the seed, new each epoch; otherwise in the order of the file."""
+    """Shuffle the rows by the seed, differently in each epoch. Otherwise rows keep the order of the file."""
     validation_path: CorpusPlace = ""
-    """Prepared corpus for evaluation, of source=arrow; empty: validation_fraction of the documents, if any."""
+    """Prepared corpus for evaluation, with source=arrow. Empty to use validation_fraction."""
     validation_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of the documents that is held out for evaluation."""
     workers: Annotated[int, Field(ge=0, le=256)] = 2
-    """Processes of each rank that tokenize and pack source=arrow; 0: a thread of the rank."""
+    """Data loader processes of each rank, which tokenize and pack source=arrow. 0 uses a thread of the rank."""
     worker_restarts: NonNegativeInt = 3
-    """Times in a row that a worker which dies or hangs is replaced; 0: the first one ends the run."""
+    """Maximum consecutive replacements of a data loader process that dies or hangs. At 0, the first failure ends the
+    run."""
     cache_dir: LocalPath = Path("/var/tmp/nxtrain-data-{user}")
-    """Folder on a disk of each node for what is read of buckets; `{user}` and `{host}` are filled in."""
+    """Folder on a local disk of each node that caches data read from buckets. `{user}` and `{host}` are filled in."""
 
 
 class CheckpointConfig(Section):
     """[checkpoint]: interval, retention, mirror and resume."""
 
     every: NonNegativeInt = 1000
-    """Steps between checkpoints; 0: never."""
+    """Steps between checkpoints; 0 for never."""
     keep: PositiveInt = 3
-    """Newest checkpoints that stay on disk; two that were read back and are whole stay in any case."""
+    """Number of newest checkpoints to keep on disk. Two checkpoints that were read back and verified always remain."""
     keep_every: NonNegativeInt = 0
-    """Checkpoints of steps that are multiples of this stay for good; 0: none."""
+    """Checkpoints at multiples of this step are kept forever; 0 for none."""
     async_: bool = Field(default=True, alias="async")
-    """Write while training goes on, which waits only until its state is copied to host memory."""
+    """Write checkpoints in the background. Training waits only while state is copied to host memory."""
     mirror: StorageLocation = ""
-    """Folder, or prefix as `s3://bucket/run`, that gets a copy of each checkpoint; run.dir may then be of a node."""
+    """Folder or bucket prefix, such as `s3://bucket/run`, for a copy of each checkpoint. run.dir may then be
+    node-local."""
     strict: bool = False
-    """A checkpoint that cannot be written ends the run; otherwise a line reports it, and training goes on."""
+    """End the run if a checkpoint cannot be written. Otherwise print a warning and continue."""
     resume: StorageLocation = "auto"
-    """`auto`: from the newest checkpoint of run.dir that is whole, if any; `never`; or a path or an address of one."""
+    """Checkpoint to resume from: `auto` for the newest intact one in run.dir, `never`, or a path or address."""
     allow_drift: tuple[Literal["seed", "batch", "tokenizer", "data", "code"], ...] = Field(default=(), strict=False)
-    """Differences allowed from the run that wrote the checkpoint; the losses are then not those of one run."""
+    """Differences allowed from the run that wrote the checkpoint. Losses then differ from those of one continuous
+    run."""
 
 
 class BackendConfig(Section):
-    """[backend]: the kind of device and of layers."""
+    """[backend]: kind of device, layers and kernels."""
 
     name: Literal["auto", "cpu", "cuda", "xla", "neuron", "neuron-native"] = "auto"
-    """Kind of device; auto takes the best one present and says why."""
+    """Kind of device. auto selects the best available kind, and prints the reason."""
     layers: Literal["auto", "native", "nxd"] = "auto"
-    """Parallel layers: our own, or NeuronX Distributed's; auto takes the latter on neuron, where they are installed."""
+    """Tensor parallel layers: nxtrain's own (native) or NeuronX Distributed's (nxd). auto uses nxd on neuron if
+    installed."""
     attention: Literal["auto", "sdpa", "cudnn", "flash", "flash3", "flash4", "flex", "plain"] = "auto"
-    """Kernel of attention; auto says why which. Neuron devices have plain and flash, cuda has all, others have plain.
-    plain are elementary operations; sdpa leaves the choice to torch."""
+    """Attention kernel. auto prints its choice with the reason. Neuron devices have plain and flash, cuda has all,
+    others have plain. plain uses elementary operations. sdpa leaves the choice to torch."""
     experts: Literal["auto", "blockwise", "plain"] = "auto"
-    """Experts on neuron: blockwise are kernels of the NKI Library, for dropless experts, plain are products of blocks;
-    auto takes the kernels where they can run, and says why or why not. Other devices have plain ones."""
+    """Implementation of experts on neuron. blockwise uses kernels of the NKI Library for dropless experts, and plain
+    uses products of blocks. auto uses the kernels if they can run, and prints the reason. Other devices have only
+    plain."""
     deterministic: bool = False
-    """On cuda, equal bits each time that a step is repeated, by slower kernels; cpu has equal bits in any case."""
+    """On cuda, use slower kernels whose results are bitwise reproducible. On cpu, results always are."""
     rounding: Literal["auto", "software", "hardware"] = "auto"
-    """Random bits of precision.update=bf16_stochastic: by keys in software, equal on every device, or by the hardware's
-    generator (untested on neuron-native); auto: hardware on neuron, software elsewhere."""
+    """Random bits of precision.update=bf16_stochastic. software derives bits from keys, equal on every device. hardware
+    uses the device's generator (untested on neuron-native). auto uses hardware on neuron, software elsewhere."""
     cpu_transport: Literal["auto", "gloo", "shared_memory"] = "auto"
-    """On backend.name=cpu, exchange between ranks; auto: shared memory within a host, where our C++ builds."""
+    """On backend.name=cpu, transport between ranks. auto is shared memory inside a host if nxtrain's C++ code
+    compiles."""
     in_flight: Annotated[int, Field(ge=1, le=63)] = 3
-    """On backend.name=neuron before SDK 2.31, graphs that the host submits before the first is done."""
+    """On backend.name=neuron before SDK 2.31, number of graphs that the host submits ahead of completion."""
     allow_unverified: bool = False
-    """Take layers and attention of a neuronx-distributed outside 0.15 to 0.18, whose gradients nobody has compared."""
+    """Accept a neuronx-distributed version outside 0.15 to 0.18, whose gradients have not been verified."""
 
     @model_validator(mode="before")
     @classmethod
     def _drop_cpu_kernels(cls, table: Any) -> Any:
-        """Drop a key without effect, which the recorded configurations of earlier runs hold."""
+        """Drop the key cpu_kernels, which has no effect, but is in recorded configurations of earlier runs."""
         if not isinstance(table, Mapping):
             return table
         return {key: value for key, value in table.items() if key != "cpu_kernels"}
 
 
 class RunConfig(Section):
-    """A whole run."""
+    """Complete configuration of a run, with all sections."""
 
     run: IdentityConfig = IdentityConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -375,7 +387,7 @@ class RunConfig(Section):
 
     @property
     def needs_own_layers(self) -> str:
-        """Reason for which only nxtrain's own parallel layers serve the run; empty if any layers do."""
+        """Reason why the run works only with nxtrain's own parallel layers; empty if any layers work."""
         if self.finetune.adapts:
             return "finetune.method=lora or qlora adds adapters to nxtrain's own layers"
         if self.parallel.cp > 1:

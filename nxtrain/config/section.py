@@ -1,4 +1,4 @@
-"""Base of the sections of a configuration, and the types of their values."""
+"""Base class of the configuration sections, and the types of their values."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ LocalText = Annotated[str, AfterValidator(local)]
 ModelLocation = Annotated[str, AfterValidator(model_location)]
 CorpusPlace = Annotated[str, AfterValidator(local_or_bucket)]
 StorageLocation = Annotated[str, AfterValidator(storage)]
-"""Folder or address; `nxtrain.config.check` reports an address without bucket."""
+"""Folder or object storage address; `nxtrain.config.check` reports an address without a bucket."""
 GraphFolder = Annotated[Path, Field(strict=False), AfterValidator(_graph_folder)]
-"""Folder on a disk; `nxtrain.config.cache_dir` reports a bucket, with the command that fills a folder from one."""
+"""Folder on a disk for compiled graphs. `nxtrain.config.cache_dir` reports a bucket address, and names a command that
+fills a folder from it."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -35,7 +36,7 @@ Seconds = Annotated[float, Field(ge=1e-3, le=1e9)]
 
 
 class Section(BaseModel):
-    """A table of the configuration file."""
+    """Base class of a table of the configuration file, with strict types and frozen values."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True

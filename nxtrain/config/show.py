@@ -1,4 +1,4 @@
-"""Output of a configuration: TOML that loads back exactly, JSON, and the list of all keys."""
+"""Output of a configuration as TOML that loads back exactly, as JSON, and as a list of all keys."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _KIND_NAMES = {bool: "bool", int: "int", float: "float", str: "string", Path: "p
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the configuration.
+    """One key of the configuration, for documentation.
 
     Args:
         name: Dotted key.
-        kind: Type of the value, or its choices.
+        kind: Type of the value, or the possible values.
         default: Default value, as TOML.
         doc: Meaning of the key, with its unit.
     """
@@ -34,27 +34,27 @@ class Key:
 
 
 def dump(config: RunConfig, origins: Mapping[str, str] | None = None) -> str:
-    """Write a configuration as TOML; `load` reads it back equal.
+    """Write a configuration as TOML, which `load` reads back to an equal configuration.
 
     Args:
         config: The configuration.
-        origins: Origin of each value, by dotted key; written as comments.
+        origins: Origin of each value by dotted key, written as comments.
     """
     return dump_table(config.model_dump(by_alias=True), origins)
 
 
 def dump_table(table: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> str:
-    """Write a table of tables as TOML, each value with its origin as a comment; see `dump`."""
+    """Write nested tables as TOML, with the origin of each value as a comment; see `dump`."""
     return "\n".join(_lines(table, "", origins or {})).lstrip("\n") + "\n"
 
 
 def to_json(loaded: Loaded) -> dict[str, Any]:
-    """Sections with their values, and a table `origins` by dotted key."""
+    """Values of a configuration by section, with a table `origins` by dotted key, for JSON."""
     return {**loaded.config.model_dump(by_alias=True, mode="json"), "origins": dict(loaded.origins)}
 
 
 def keys() -> list[Key]:
-    """All keys of the configuration, in the order of the schema."""
+    """All keys of the configuration, in schema order."""
     return list(_keys(RunConfig(), ""))
 
 

@@ -1,4 +1,4 @@
-"""TOML tables as nested dicts: flatten to dotted keys, merge, and write values as TOML."""
+"""TOML tables as nested dicts: flattening to dotted keys, merging, and writing values as TOML."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values other than tables, by dotted key, in order."""
+    """Values of a nested table by dotted key, in order."""
     flat: dict[str, Any] = {}
     for name, value in table.items():
         key = f"{prefix}{name}"
@@ -21,7 +21,7 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two tables recursively; the value of `above` wins if both have one."""
+    """Merge two tables recursively; values of `above` take precedence."""
     merged = dict(below)
     for name, value in above.items():
         old = merged.get(name)
@@ -33,7 +33,7 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nest(key: str, value: object) -> dict[str, Any]:
-    """Nested tables that hold a value under its dotted key."""
+    """Nest a value in tables for each part of its dotted key."""
     for name in reversed(key.split(".")):
         value = {name: value}
     assert isinstance(value, dict), key
@@ -41,12 +41,12 @@ def nest(key: str, value: object) -> dict[str, Any]:
 
 
 def toml_key(name: str) -> str:
-    """One part of a key, quoted if TOML requires quotes."""
+    """Write one part of a TOML key, quoted if necessary."""
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml_string(name)
 
 
 def toml_value(value: object) -> str:
-    """Value as TOML text that reads back exactly."""
+    """Write a value as TOML text that reads back exactly."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (int, float)):

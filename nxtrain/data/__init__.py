@@ -1,8 +1,9 @@
-"""Corpora, tokenization, packing, the order of samples and the loader.
+"""Data of a run: corpora, tokenization, packing, order of samples, and the loader of batches.
 
 `open_data` turns the `[data]` section into a `BatchSource`, from which each rank takes its batches. Batches of rows
-come from a `Loader` without any state: a batch is a function of the seed and the step. Batches of documents come from a
-`StreamLoader`, whose state is two numbers for each of its lanes. Neither a resume nor another layout changes a batch.
+come from a `Loader`, which has no state. A batch is a function of the seed and the step. Batches of documents come from
+a `StreamLoader`, whose state is two numbers for each of its lanes. Neither a resume nor another parallel layout changes
+a batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sources of a run's batches: rows of token files, or documents that become rows while they are consumed."""
+"""Sources of a run's batches: rows of token files, or documents that are tokenized and packed on the fly."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ from nxtrain.data.workers import WorkerPolicy, Workers
 
 @dataclass(frozen=True)
 class BatchOrder:
-    """Order of the batches of a rank, and the position at which a start continues.
+    """Order of the batches of a rank, and the position from which a start continues.
 
     Args:
+        share: This rank's share of each global batch.
+        seed: Seed of the order.
         shuffle: True for a new random order in each epoch; False for the order of storage.
-        doc_mask: Batches have masks between documents.
+        doc_mask: Batches have attention masks between documents.
         origin: Position of step 0 in the order of rows.
-        cursor: Position of each lane, from a checkpoint; empty: the begin.
-        workers: Processes that tokenize and pack documents; None: a thread of the rank.
+        cursor: Position of each lane, from a checkpoint; empty to begin at the start of the data.
+        skips: Batches that the run skips.
+        workers: Settings of the processes that tokenize and pack documents; None for a thread of the rank.
     """
 
     share: BatchShare
@@ -46,31 +49,31 @@ class BatchOrder:
 
 
 class Batches(Protocol):
-    """Endless batches of a rank."""
+    """Endless batches of one rank."""
 
     def prefetched(self, start_step: int, depth: int = 2) -> Generator[Batch, None, None]:
-        """Batches from a step on, counted from 0; a thread reads up to `depth` ahead of the consumer."""
+        """Iterate over the batches from step `start_step` (from 0) on; a thread reads up to `depth` batches ahead."""
         ...
 
     def cursor(self) -> dict[int, LanePosition]:
-        """Position of each lane of this rank after the last consumed batch; empty if the step is sufficient."""
+        """Position of each lane of this rank after the last consumed batch; empty if the step determines the batch."""
         ...
 
     def progress(self, step: int) -> dict[str, float]:
-        """Values for the record of a step, counted from 1."""
+        """Data metrics for the record of a step, counted from 1."""
         ...
 
 
 class BatchSource(Protocol):
-    """Data to train on, from which each rank takes its batches."""
+    """Training data, from which each rank takes its batches."""
 
     @property
     def num_rows(self) -> int | None:
-        """Rows in an epoch; None if the rows have no end."""
+        """Number of rows in an epoch; None if the rows are endless."""
         ...
 
     def describe(self) -> str:
-        """Amount of the data in words."""
+        """Amount of the data, as text."""
         ...
 
     def batches(self, order: BatchOrder) -> Batches:
@@ -84,11 +87,11 @@ class BatchSource(Protocol):
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Rows of token files, or of pairs.
+    """Training data of fixed rows, from token files or from pairs of answers.
 
     Args:
         samples: The rows.
-        amount: Amount of the data in words; empty: the number of rows.
+        amount: Amount of the data as text; empty for the number of rows.
     """
 
     samples: Samples
@@ -100,7 +103,7 @@ class TokenRows:
         return self.samples.num_rows
 
     def describe(self) -> str:
-        """Amount of the data in words."""
+        """Amount of the data, as text."""
         return self.amount or f"{self.samples.num_rows:,} rows"
 
     def batches(self, order: BatchOrder) -> Loader:
@@ -118,12 +121,14 @@ class TokenRows:
 
 @dataclass(frozen=True)
 class Streams:
-    """Documents that are tokenized and packed while they are consumed.
+    """Training data of documents that are tokenized and packed on the fly.
 
     Args:
+        source: Source of the lanes.
         sizes: Number of documents of each corpus.
-        end_id: Input after the last document of a row.
-        mixture: Shares of several corpora; None for one.
+        seq_len: Targets in a row.
+        end_id: Input id after the last document of a row.
+        mixture: Shares of several corpora; None for one corpus.
     """
 
     source: LaneSource
@@ -134,11 +139,11 @@ class Streams:
 
     @property
     def num_rows(self) -> int | None:
-        """None: the rows have no end."""
+        """None, since the rows are endless."""
         return None
 
     def describe(self) -> str:
-        """Amount of the data in words."""
+        """Amount of the data, as text."""
         return f"{sum(self.sizes):,} documents in rows"
 
     def batches(self, order: BatchOrder) -> StreamLoader:
@@ -165,7 +170,7 @@ class Streams:
         )
 
     def progress(self, lanes: int, positions: Mapping[int, LanePosition]) -> dict[str, float]:
-        """Tokens and epochs of each corpus of a mixture; the epochs are those of the lowest lane in `positions`."""
+        """Tokens and epochs of each corpus of a mixture. The epochs are those of the lowest lane in `positions`."""
         if self.mixture is None:
             return {}
         lane, position = min(positions.items())

@@ -1,4 +1,4 @@
-"""Source files of a run's corpus: the Python standard library, a folder, or files that match a pattern.
+"""Source files of a text corpus: the Python standard library, a folder, or files that match a glob pattern.
 
 Every entry that is skipped or cannot be read is reported.
 """
@@ -26,12 +26,12 @@ _NOT_PROSE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle
 
 @dataclass
 class WalkedFiles:
-    """Entries of a walk.
+    """Files and other entries found while walking a folder.
 
     Attributes:
         files: Regular files and links to them, sorted.
         skipped: Links to folders, with the reason.
-        failed: Entries that cannot be examined, FIFOs, sockets and devices, with the error.
+        failed: Unreadable entries, FIFOs, sockets and devices, with the error.
     """
 
     files: list[Path] = field(default_factory=list)
@@ -39,7 +39,7 @@ class WalkedFiles:
     failed: list[tuple[Path, OSError]] = field(default_factory=list)
 
     def add(self, path: Path) -> bool:
-        """Add an entry; return True if the entry is a folder to walk."""
+        """Add an entry; return True if the entry is a folder to walk into."""
         try:
             mode = path.stat().st_mode
             if stat.S_ISDIR(mode):
@@ -55,7 +55,7 @@ class WalkedFiles:
         return False
 
     def refuse_failed(self, what: str) -> None:
-        """Refuse a walk with entries that cannot be read."""
+        """Raise an error if any entry cannot be read."""
         if not self.failed:
             return
         lines = [f"{path}: {error.strerror}" for path, error in self.failed]
@@ -63,13 +63,13 @@ class WalkedFiles:
         if any(isinstance(unreadable(what, error), StorageError) for _, error in self.failed):
             kind = StorageError
         raise kind(
-            f"{what}: {len(self.failed):,} of its folders and files cannot be read, and training would go on without "
-            f"what they hold: give the rights, remove them, or name the rest by a glob{indented(lines)}"
+            f"{what}: {len(self.failed):,} of its folders and files cannot be read, and training would miss their "
+            f"text: make them readable, remove them, or name the rest by a glob{indented(lines)}"
         )
 
 
 def walk(root: Path) -> WalkedFiles:
-    """Walk a file, or all entries below a folder except hidden ones; links to files are followed, other links not."""
+    """Walk a file, or all entries below a folder except hidden ones. Links to folders are not followed."""
     walked = WalkedFiles()
     waiting = []
     if root.is_dir() or walked.add(root):
@@ -90,7 +90,7 @@ def walk(root: Path) -> WalkedFiles:
 
 
 def matches(pattern: str) -> WalkedFiles:
-    """Find the files of a glob, recursive at `**`; folders on its path that cannot be read count as failed."""
+    """Find the files that match a glob, recursive at `**`. Unreadable folders on its path count as failed."""
     walked = WalkedFiles()
     parts = Path(pattern).parts
     for number, part in enumerate(parts):
@@ -112,7 +112,7 @@ def matches(pattern: str) -> WalkedFiles:
 
 
 def _folders(above: tuple[str, ...], part: str) -> set[Path]:
-    """Folders that a part of a glob's pattern is matched in: the folders above, and for `**` all folders below."""
+    """Folders in which one part of a glob pattern is matched: the folders above, and for `**` all folders below."""
     start = Path(*above)
     if not above:
         names = ["."]
@@ -126,13 +126,13 @@ def _folders(above: tuple[str, ...], part: str) -> set[Path]:
 
 
 def stdlib_files(limit_bytes: int = 16_000_000) -> list[Path]:
-    """Modules of the running Python's standard library: the source with its docstrings.
+    """Source files of the running Python's standard library, as a sample that depends on their names.
 
-    Docstrings are not repeated as documents of their own: training could then see the text of a held-out document.
-    Files are ordered by a hash of their names, so that the limit takes a sample of the whole library.
+    Docstrings are not repeated as separate documents, since training could then contain the text of a held-out
+    document. Files are ordered by a hash of their names, so that the limit takes a sample of the whole library.
 
     Args:
-        limit_bytes: Files are taken until their sizes pass this; all of CPython 3.11 is 10.7 MB.
+        limit_bytes: Maximum total size of the files; all of CPython 3.11 is 10.7 MB.
     """
     root = Path(sysconfig.get_path("stdlib"))
     modules = []
@@ -150,7 +150,7 @@ def stdlib_files(limit_bytes: int = 16_000_000) -> list[Path]:
 
 
 def stdlib_texts(limit_bytes: int = 16_000_000) -> Iterator[str]:
-    """Texts of the modules that are UTF-8 and not blank."""
+    """Texts of the standard library's modules that are not blank; bytes that are not UTF-8 are dropped."""
     for path in stdlib_files(limit_bytes):
         text = read_bytes(path).decode(errors="ignore")
         if text.strip():
@@ -158,7 +158,7 @@ def stdlib_texts(limit_bytes: int = 16_000_000) -> Iterator[str]:
 
 
 def text_files(path: str) -> WalkedFiles:
-    """Files of `data.path`: a file, all files below a folder except hidden ones, or a glob such as `books/**/*.txt`.
+    """Files that `data.path` names: a file, all visible files below a folder, or a glob such as `books/**/*.txt`.
 
     Raises:
         DataError: No file is there, or a folder or file cannot be read.

@@ -1,4 +1,4 @@
-"""Entry point of the package: opens the data of the `[data]` section, prepared by one rank and read by all."""
+"""Opening of the data of the `[data]` section: one rank prepares the files, and all ranks read them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ class Data:
     """Training and validation data of a run.
 
     Attributes:
-        source: Rows to train on, or the documents that become rows.
-        validation: Held-out rows; None if no rows are held out, as always for `source=tokens`.
-        tokenizer: The `tokenizer.json` of the ids; None for token files without one.
+        source: Training rows, or documents that are packed into rows.
+        validation: Held-out rows; None if there are none, as always for `source=tokens`.
+        tokenizer: The `tokenizer.json` that made the ids; None for token files without a tokenizer.
         fingerprint: Identity of the rows: runs with equal fingerprints and seeds train on equal batches.
-        tokenizer_origin: Origin of a tokenizer that came with the weights; else empty.
+        tokenizer_origin: Origin of a tokenizer that belongs to the initial weights; else empty.
         end_of_text: The tokenizer's token that ends a document; empty if unknown.
+        end_id: Id of this token; None if unknown.
         trained: The tokenizer was trained on this data.
+        skipped: Skipped files, with the reason.
     """
 
     source: BatchSource
@@ -50,7 +52,7 @@ class Data:
 
     @property
     def train(self) -> Samples:
-        """Rows to train on, of data that has rows before training."""
+        """Training rows, for data that is packed into rows before training."""
         assert isinstance(self.source, TokenRows)
         return self.source.samples
 
@@ -67,17 +69,21 @@ def open_data(  # 9 arguments: each is of another part of the run, and there is 
     validation_rows: int = 0,
     answers: AnswerRows | None = None,
 ) -> Data:
-    """Open the data of a run; every rank calls this at the same point.
+    """Open the data of a run; every rank calls this function at the same point.
 
     Args:
+        config: The section [data].
+        seq_len: Targets in a row.
+        vocab_size: Size of the model's vocabulary.
         workdir: Folder for prepared files, which the next start reuses.
-        leader: True if this rank prepares the data; exactly one rank for each disk with a `workdir` does.
-        of_weights: Returns the tokenizer of the initial weights; called by the leader if data.tokenizer is empty.
-        validation_rows: Rows that an evaluation reads, of a source that is tokenized while it is consumed.
-        answers: Rows of a run on answers; None: the run is on other documents.
+        leader: True if this rank prepares the data, which is one rank for each disk with a `workdir`.
+        barrier: Waits for all ranks.
+        of_weights: Returns the tokenizer of the initial weights. The leader calls it if data.tokenizer is empty.
+        validation_rows: Rows that an evaluation reads from a source that is tokenized on the fly.
+        answers: Row format of a preference objective; None for other objectives.
 
     Raises:
-        DataError: Data that is missing, malformed, too short or outside of the vocabulary.
+        DataError: Data is missing, malformed, too short or outside of the vocabulary.
         StorageError: The storage of the data fails.
         LostPeerError: The rank that prepares the data failed.
     """
@@ -133,7 +139,7 @@ def open_data(  # 9 arguments: each is of another part of the run, and there is 
 
 
 def open_held_out(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path) -> Samples | None:
-    """Open the held-out rows that a run has prepared; None if the run holds out nothing.
+    """Open the held-out rows that a run has prepared; None if the run holds out no data.
 
     Args:
         workdir: Folder of the prepared files; the run folder may have moved since.
@@ -151,13 +157,13 @@ def open_held_out(config: DataConfig, seq_len: int, vocab_size: int, workdir: Pa
 
 
 def count_rows(config: DataConfig, seq_len: int, vocab_size: int, workdir: Path) -> tuple[int, Path]:
-    """Rows of `source=tokens`, or of text that an earlier start of the run has prepared; no content is verified.
+    """Count the rows of `source=tokens`, or of text that an earlier start has prepared, without verification.
 
     Returns:
-        The rows, and the file that holds them.
+        The number of rows, and the file that has them.
     """
     if config.source == "arrow":
-        raise DataError("a start packs the rows")
+        raise DataError("the rows of data.source=arrow are packed when a run starts")
     if config.source != "tokens":
         try:
             receipt = Prepared.model_validate_json(read_bytes(_receipt(config, seq_len, vocab_size, workdir)))
@@ -185,7 +191,7 @@ def _open_stream(path: Path, seq_len: int) -> StreamSamples:
 
 
 def _open_validation(config: DataConfig, path: Path, seq_len: int) -> StreamSamples:
-    """Held-out rows, of which there is at least one."""
+    """Open the held-out rows; raise an error if there is none."""
     validation = _open_stream(path, seq_len)
     held_out = f"holds out with data.validation_fraction={config.validation_fraction}"
     way_out = "raise the fraction, or set it to 0 to train without evaluation"
@@ -196,7 +202,7 @@ def _open_validation(config: DataConfig, path: Path, seq_len: int) -> StreamSamp
 
 
 def _open_rows(config: DataConfig, prepared: Prepared, seq_len: int, vocab_size: int) -> TokenRows:
-    """Rows to train on, of one token file or of a mixture of several."""
+    """Open the training rows of one token file, or of a mixture of several."""
     if config.source != "tokens":
         train = _open_stream(Path(prepared.train), seq_len)
         _refuse_too_short(train, "leaves for training", "add text, or lower train.seq_len")
@@ -222,13 +228,13 @@ def _open_rows(config: DataConfig, prepared: Prepared, seq_len: int, vocab_size:
 def _open_answers(
     config: DataConfig, prepared: Prepared, answers: AnswerRows, *, seq_len: int, vocab_size: int
 ) -> tuple[TokenRows, Samples | None]:
-    """Open the rows of a prepared corpus of answers, and those that are held out, if any."""
+    """Open the training rows of a prepared corpus of answers, and the held-out rows if any."""
     from nxtrain.data.arrow.pairs import PairSamples, check_answers
     from nxtrain.data.arrow.training import open_corpora, open_corpus
 
     (corpus,) = open_corpora(config, Path()).corpora
     if corpus.identity != prepared.probe:
-        raise DataError(f"{corpus.path} is another corpus on this machine than on that which checked it; copy it anew")
+        raise DataError(f"{corpus.path} differs from the corpus on the machine that checked it; copy it again")
     rows = partial(PairSamples, seq_len=seq_len, vocab_size=vocab_size, pairs_per_row=answers.pairs_per_row)
     train, validation = rows(corpus, held_out=config.validation_fraction), None
     if config.validation_path:

@@ -1,4 +1,4 @@
-"""Entropy and number of bytes of a held-out text, to which the held-out loss is compared."""
+"""Unigram entropy and number of bytes of held-out text, as references for the held-out loss."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from nxtrain.data.loader import batch_of
 from nxtrain.data.samples import Samples
 
 _CHUNK_TOKENS = 1 << 22
-"""Tokens that are counted at once; 32 MiB as int64."""
+"""Tokens that are counted at once: 32 MiB as int64."""
 
 
 def unigram_entropy(counts: NDArray[np.int64]) -> float:
-    """Entropy of targets under their own frequencies, in nats per token.
+    """Entropy of target tokens under their own frequencies, in nats per token.
 
-    The entropy is the lowest loss of a model that uses the frequency of each token and no context.
+    This is the lowest possible loss of a model without context.
     """
     frequencies = counts[counts > 0] / counts.sum()
     return float(-(frequencies * np.log(frequencies)).sum())
 
 
 def target_bytes(counts: NDArray[np.int64], tokenizer: Path) -> int | None:
-    """Bytes of text that targets stand for, counted token by token, so that cut documents count exactly.
+    """Number of text bytes that target tokens represent, counted token by token, so that cut documents count exactly.
 
     Returns:
-        The bytes; None if they are unknown: a tokenizer whose tokens have no fixed number of bytes, or other ids.
+        The bytes; None if the tokens have no fixed number of bytes, or if there are other ids.
     """
     lengths = token_bytes(tokenizer)
     if lengths is None:
@@ -42,11 +42,11 @@ def target_bytes(counts: NDArray[np.int64], tokenizer: Path) -> int | None:
 
 
 def target_counts(samples: Samples, num_rows: int | None = None, *, doc_mask: bool = False) -> NDArray[np.int64]:
-    """Counts of each id among the targets with a loss: (n,), where n - 1 is the greatest such id.
+    """Count each token id among the targets that have a loss: (n,), where n - 1 is the greatest id.
 
     Args:
-        num_rows: Number of first rows to count; None: all.
-        doc_mask: Batches have masks between documents, so that the first token of a document is not a target.
+        num_rows: Number of first rows to count; None for all.
+        doc_mask: Batches have masks between documents, so the first token of a document is not a target.
     """
     if num_rows is None:
         num_rows = samples.num_rows
@@ -63,10 +63,10 @@ def target_counts(samples: Samples, num_rows: int | None = None, *, doc_mask: bo
 
 
 def token_bytes(file: Path) -> NDArray[np.int64] | None:
-    """Bytes of text of each token of a byte-level tokenizer: (n,), 0 for special tokens, which stand for no text.
+    """Number of text bytes of each token of a byte-level tokenizer, (n,); 0 for special tokens.
 
     Returns:
-        The bytes by id, -1 for ids that name no token; None for a tokenizer that is not byte-level, or changes text.
+        The bytes by id, -1 for unused ids; None for a tokenizer that is not byte-level, or that changes text.
     """
     try:
         content = read_bytes(file)
@@ -92,7 +92,7 @@ def token_bytes(file: Path) -> NDArray[np.int64] | None:
 
 
 def _keeps_bytes(file: dict[str, Any]) -> bool:
-    """True if the tokens of a text spell exactly its bytes."""
+    """True if the tokens of any text represent exactly its bytes."""
     decoder, splitter = file.get("decoder") or {}, file.get("pre_tokenizer") or {}
     parts = [splitter]
     if splitter.get("type") == "Sequence":

@@ -1,4 +1,4 @@
-"""Loader of batches: one rank's share of the global batch as a pure function of the step, with prefetch."""
+"""Loader of batches: a rank's share of each global batch as a pure function of the step, with prefetching."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ from nxtrain.common.vocab import DESIRABLE_BIT, END_BIT, ID_MASK, IGNORE_INDEX, 
 from nxtrain.data.samples import Samples
 
 _ORDERED_STEPS = 16
-"""Steps whose row numbers are computed at once."""
+"""Number of steps whose row indices are computed in one call."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers in rows: of pairs, 2k and 2k + 1 are the chosen and the rejected answer of pair k of a row.
+    """Positions and labels of the answers in a batch's rows, for preference objectives.
+
+    For pairs, answers 2k and 2k + 1 of a row are the chosen and the rejected answer of pair k.
 
     Attributes:
-        numbers: (num_micro, micro_batch, S) int64, number of the answer at each position; more than any after the last.
-        lengths: (num_micro, micro_batch, 2K) float32, targets of each answer; 0 for an answer that is not there.
-        reference: (num_micro, micro_batch, 2K) float32, log-probabilities by a reference that is computed in advance.
-        labels: (num_micro, micro_batch, 2K) float32, 1 for a desirable answer; None: the answers are of pairs.
+        numbers: (num_micro, micro_batch, S) int64, index of the answer at each position, above all indices after the
+            last.
+        lengths: (num_micro, micro_batch, 2K) float32, number of targets of each answer; 0 for an absent answer.
+        reference: (num_micro, micro_batch, 2K) float32, log-probabilities by the reference model, computed in advance.
+        labels: (num_micro, micro_batch, 2K) float32, 1 for a desirable answer; None for pairs.
     """
 
     numbers: NDArray[np.int64]
@@ -38,12 +41,12 @@ class Answers:
 
     @staticmethod
     def of(rows: NDArray[np.int64], targets: NDArray[np.int64], pairs_per_row: int, labelled: bool) -> Answers:
-        """Answers of rows, whose documents are answers.
+        """Find the answers in rows in which each document is an answer.
 
         Args:
             rows: (n, S + 1) marked ids.
             targets: (num_micro, micro_batch, S) targets of the rows.
-            pairs_per_row: K.
+            pairs_per_row: Maximum number of pairs in a row, K.
             labelled: Answers have labels.
         """
         is_end = (rows[:, :-1] != IGNORE_INDEX) & (rows[:, :-1] & END_BIT != 0)
@@ -65,10 +68,10 @@ class Answers:
 
 
 def swap_answers(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Rows in which each prompt has the answer of the prompt before; the first one has the last answer.
+    """Rows in which each prompt has the answer of the previous prompt; the first prompt has the last answer.
 
-    Documents of a row keep their number and the sum of their lengths. A row of a single answer becomes empty, since it
-    has no answer of another prompt.
+    Documents of a row keep their number and the sum of their lengths. A row with a single answer becomes empty, since
+    the row has no other answer.
 
     Args:
         rows: (n, S + 1) marked ids of answers after their prompts.
@@ -91,14 +94,14 @@ class Batch:
     """Inputs and targets of one data parallel rank for one step.
 
     Attributes:
-        inputs: (num_micro, micro_batch, S) int64 ids, S = seq_len.
-        targets: The next ids, or `IGNORE_INDEX` at positions without a loss; same shape and type. With a teacher, those
-            and the teacher's tokens: (num_micro, micro_batch, 2R, S), see `nxtrain.data.teacher.mixed`.
+        inputs: (num_micro, micro_batch, S) int64 token ids, S = seq_len.
+        targets: Next token ids, or `IGNORE_INDEX` at positions without a loss, in the same shape. With a teacher,
+            targets mixed with the teacher's tokens: (num_micro, micro_batch, 2R, S), see `nxtrain.data.teacher.mixed`.
         num_tokens: Number of this rank's targets other than `IGNORE_INDEX`.
-        starts: First position of each position's document, for masks between documents; same shape and type.
-        answers: Answers of rows of answers; None for other rows.
-        padding: True after the last document of a row; same shape, bool.
-        swapped: Batch of the rows that `swap_answers` makes, of labelled answers; None for other rows.
+        starts: First position of each position's document, for masks between documents, in the shape of `inputs`.
+        answers: Positions of answers, for preference objectives; None otherwise.
+        padding: True after the last document of a row, bool in the shape of `inputs`.
+        swapped: For labelled answers, batch of the rows from `swap_answers`; None otherwise.
     """
 
     inputs: NDArray[np.int64]
@@ -110,7 +113,7 @@ class Batch:
     swapped: Batch | None = None
 
     def without(self, is_left_out: NDArray[np.bool_]) -> Batch:
-        """Copy of the batch without targets in the rows of a mask, (num_micro, micro_batch, 1)."""
+        """Copy of the batch without targets in the masked rows; the mask is (num_micro, micro_batch, 1)."""
         targets = np.where(is_left_out, IGNORE_INDEX, self.targets)
         answers, swapped = self.answers, self.swapped
         if answers is not None:
@@ -123,14 +126,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchShare:
-    """One data parallel rank's share of a global batch.
+    """One data parallel rank's share of the global batches.
 
     Args:
         global_batch: Rows in a step, over all ranks.
         micro_batch: Rows in a micro-batch of one rank; with dp_size it divides global_batch.
         dp_rank, dp_size: This rank's index on the data parallel axis, and the axis's size.
-        ramp: Sizes of steps with another global batch than the last; None: every step has the same.
-        lengths: Sequence lengths of steps whose rows hold several sequences; None: a row is one in every step.
+        ramp: Global batch size of each step; None if all steps have the same.
+        lengths: Sequence length of each step; None if each row is one sequence in all steps.
     """
 
     global_batch: int
@@ -145,15 +148,15 @@ class BatchShare:
 
     @property
     def sizes(self) -> BatchSizes:
-        """Rows of each step, over all ranks."""
+        """Global batch size of each step, over all ranks."""
         return self.ramp or BatchSizes(self.global_batch)
 
     def seq_len(self, step: int) -> int:
-        """Tokens of a sequence in a step, counted from 0; 0 if a row is one sequence in every step."""
+        """Sequence length in tokens of a step, counted from 0; 0 if each row is one sequence in all steps."""
         return 0 if self.lengths is None else self.lengths.at(step)
 
     def progress(self, step: int) -> dict[str, float]:
-        """Values for the record of a step, counted from 1; empty without a ramp of the sequence length."""
+        """Sequence length for the record of a step, counted from 1; empty without a ramp of the sequence length."""
         return {} if self.lengths is None else {"seq_len": self.lengths.at(step - 1)}
 
 
@@ -167,17 +170,19 @@ def batch_of(
     pairs_per_row: int = 0,
     labelled: bool = False,
 ) -> Batch:
-    """Batch of rows of marked ids.
+    """Build a batch from rows of token ids with document marks.
 
-    The documents of a row are those that its packer has marked. An id alone never ends a document: the id of the end of
-    text may also be a word of a text, and ends each turn of a conversation.
+    The packer has marked the last token of each document. An id alone never ends a document, since the end-of-text id
+    may occur in a text, and ends each turn of a conversation.
 
     Args:
         rows: (n, S + 1) ids with `PROMPT_BIT` and `END_BIT`, and `IGNORE_INDEX` after the last document.
-        end_id: Input after the last document of a row, where there is no target.
-        doc_mask: Give the starts of the documents, and leave out the target after each end, the next document's first.
-        seq_len: With `doc_mask`, tokens of each of the sequences in a row; 0: a row is one.
-        pairs_per_row: Half of the most answers in a row; 0: rows of other documents.
+        micro_batch: Rows of a micro-batch.
+        end_id: Input id after the last document of a row, where there is no target.
+        doc_mask: Add the starts of the documents, and remove the target after each document end, which is in the next
+            document.
+        seq_len: With `doc_mask`, tokens of each sequence in a row; 0 if each row is one sequence.
+        pairs_per_row: Half of the maximum number of answers in a row; 0 for rows of other documents.
         labelled: Answers have labels.
     """
     inputs, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
@@ -204,32 +209,32 @@ def batch_of(
 
 
 Skips = tuple[tuple[int, int], ...]
-"""Pairs of a step, ascending, and the number of batches that the run leaves out after the step."""
+"""Pairs of a step and the number of batches that the run skips after this step, steps ascending."""
 
 
 def left_out(skips: Skips, first: int, last: int) -> int:
-    """Number of batches that are left out after the steps from `first` to `last`."""
+    """Number of batches that are skipped after the steps from `first` to `last`."""
     return sum(number for step, number in skips if first <= step <= last)
 
 
 def rows_left_out(skips: Skips, first: int, last: int, sizes: BatchSizes) -> int:
-    """Number of rows that are left out after the steps from `first` to `last`: batches as large as the next."""
+    """Number of rows in the batches that are skipped after the steps from `first` to `last`."""
     return sum(number * sizes.at(step) for step, number in skips if first <= step <= last)
 
 
 class Loader:
-    """Assigns the endless order of rows to steps and ranks.
+    """Loader of batches from fixed rows, which assigns the endless order of rows to steps and ranks.
 
     Step k (from 0) covers positions [k * global_batch, (k + 1) * global_batch) of the order, counted from `origin`.
-    With a ramp, the first position is the sum of the earlier steps' global batches.
-    Data parallel rank d takes the d-th contiguous block of them. After the last row the next epoch begins, if needed in
-    the middle of a batch. Neither micro_batch nor dp_size changes the rows of a step, and there is no state to save.
+    With a ramp, the first position is the sum of the earlier steps' global batches. Data parallel rank d takes the d-th
+    contiguous block of these positions. After the last row the next epoch begins, even in the middle of a batch.
+    Neither micro_batch nor dp_size changes the rows of a step, and there is no state to save.
 
     Args:
-        origin: Position of step 0; other than 0 after a change of the global batch in the middle of a run.
-        past_end: Rows after the last one: the next epoch (`wrap`), or rows without targets (`pad`). With `pad` an
-            evaluation counts each row once, and every batch keeps its shape.
-        skips: Batches that are left out and that `origin` does not count.
+        origin: Position of step 0; not 0 after a change of the global batch in the middle of a run.
+        past_end: `wrap` continues with the next epoch after the last row. `pad` adds rows without targets, so that an
+            evaluation counts each row once, and every batch has the same shape.
+        skips: Batches that the run skips, and that `origin` does not include.
     """
 
     # 8 arguments: the order has its origin, its end and its gaps
@@ -272,7 +277,7 @@ class Loader:
     def _batch(
         self, rows: NDArray[np.int64], indices: NDArray[np.int64], seq_len: int = 0, *, swapped: bool = False
     ) -> Batch:
-        """Batch of rows, with the reference of their answers if that is known."""
+        """Build a batch from rows, with the reference log-probabilities of answers if they are known."""
         samples = self._samples
         of_answers: dict[str, Any] = {"pairs_per_row": samples.pairs_per_row, "labelled": samples.labelled}
         batch = batch_of(rows, self._share.micro_batch, doc_mask=self._doc_mask, seq_len=seq_len, **of_answers)
@@ -284,17 +289,17 @@ class Loader:
         return replace(batch, answers=replace(batch.answers, reference=reference))
 
     def cursor(self) -> dict[int, tuple[int, ...]]:
-        """Empty cursor: the rows of a step follow from its number."""
+        """Empty cursor, since the rows depend only on the step."""
         return {}
 
     def progress(self, step: int) -> dict[str, float]:
-        """Values for the record of a step, counted from 1: of a mixture's corpora, and of the sequence length."""
+        """Data metrics for the record of a step, counted from 1: corpora of a mixture, and sequence length."""
         sizes = self._share.sizes
         passed = sizes.before(step) + rows_left_out(self._skips, 0, step - 1, sizes)
         return {**self._samples.progress(self._origin + passed), **self._share.progress(step)}
 
     def _positions(self, step: int) -> NDArray[np.int64]:
-        """Positions of this rank's rows in a step, counted from 0."""
+        """Positions of this rank's rows of a step (counted from 0) in the endless order."""
         share, sizes = self._share, self._share.sizes
         num_rows = sizes.at(step) // share.dp_size
         passed = sizes.before(step) + rows_left_out(self._skips, 0, step, sizes)
@@ -302,7 +307,7 @@ class Loader:
         return np.arange(start, start + num_rows)
 
     def indices(self, step: int) -> NDArray[np.int64]:
-        """Indices of a step's rows, computed for several steps at once: numpy's calls cost most."""
+        """Row indices of a step, computed for several steps at once, since calls of numpy are expensive."""
         begin, indices = self._ordered  # read once: two threads may ask for steps that are far apart
         if begin != step - step % _ORDERED_STEPS:
             begin = step - step % _ORDERED_STEPS
@@ -314,7 +319,7 @@ class Loader:
         return indices[step - begin]
 
     def prefetched(self, start_step: int, depth: int = 2) -> Generator[Batch, None, None]:
-        """Endless batches from `start_step` on; a thread reads up to `depth` ahead of the consumer.
+        """Iterate endlessly over batches from step `start_step` on; a thread reads up to `depth` batches ahead.
 
         A read error is raised to the consumer at the step of the failed batch. Closing the generator ends the thread.
         """

@@ -1,8 +1,9 @@
-"""Mixture of corpora: the corpus of each row of the endless order, by weights.
+"""Mixture of corpora: the corpus of each row in the endless order, by weights.
 
-The rows of a period are assigned by the quota method. Before every row, the rows of each corpus differ by less than one
-from the share of its weight. A period has as many rows as the weights have parts, and ends without any difference. The
-corpus of a row and its number in that corpus are therefore two look-ups in tables, whose size no corpus changes.
+The rows of a period are assigned by the quota method. At every row, the number of rows of each corpus differs by less
+than one from its share by weight. A period has as many rows as the sum of the integer weights, and ends with exact
+shares. Two table look-ups give the corpus of a row and the row's index in the corpus. The table size does not depend on
+the corpora.
 
 Source: Balinski and Young 1975, "The quota method of apportionment".
 """
@@ -21,16 +22,16 @@ from nxtrain.config.bounds import row_shares
 from nxtrain.data.samples import Samples
 
 _SEEDS = 0x9E3779B97F4A7C15
-"""Distance of the seeds of two corpora; the first one has the seed of the run."""
+"""Difference between the seeds of adjacent corpora; the first corpus has the seed of the run."""
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Corpora and their shares of the rows.
+    """Corpora of a mixture, and the share of the rows of each.
 
     Args:
         names: Paths of the corpora.
-        shares: Rows of each corpus in a period; positive.
+        shares: Positive number of rows of each corpus in a period.
     """
 
     names: tuple[str, ...]
@@ -38,40 +39,40 @@ class Mixture:
 
     @staticmethod
     def of(names: Sequence[str], weights: Sequence[float]) -> Mixture:
-        """Mixture by weights; without weights, all corpora have equal shares."""
+        """Build a mixture from weights; without weights, all corpora have equal shares."""
         return Mixture(tuple(names), row_shares(weights or [1.0] * len(names)))
 
     @property
     def period(self) -> int:
-        """Rows after which the corpora repeat."""
+        """Number of rows after which the order of corpora repeats."""
         return sum(self.shares)
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Short names of the corpora: their files' names without the ending, where these differ."""
+        """Short unique names of the corpora: the file names without their ending, or the paths if these are equal."""
         short = [Path(name).stem for name in self.names]
         return tuple(stem if short.count(stem) == 1 else name for stem, name in zip(short, self.names, strict=True))
 
     def seed(self, seed: int, corpus: int) -> int:
-        """Seed of the order of a corpus."""
+        """Seed of the order of one corpus, derived from the seed of the run."""
         return seed + corpus * _SEEDS
 
     def rows(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Corpus of each row, and the row's number in the corpus: (n,) positions to two (n,)."""
+        """Corpus of each row, and the row's index in the order of the corpus: (n,) positions to two (n,) arrays."""
         corpora, numbers = self._tables
         period, row = np.divmod(positions, self.period)
         corpus = corpora[row].astype(np.int64)
         return corpus, numbers[row] + period * np.array(self.shares)[corpus]
 
     def counts(self, num_rows: int) -> list[int]:
-        """Rows of each corpus among the first `num_rows`."""
+        """Number of rows of each corpus among the first `num_rows` rows."""
         period, rest = divmod(num_rows, self.period)
         part = np.bincount(self._tables[0][:rest], minlength=len(self.shares)).tolist()
         return [period * share + begun for share, begun in zip(self.shares, part, strict=True)]
 
     @cached_property
     def _tables(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Corpus of each row of a period, and the row's number in the corpus."""
+        """Corpus of each row of a period, and the row's index in the corpus."""
         period, counts = self.period, [0] * len(self.shares)
         assigned = []
         for row in range(1, period + 1):
@@ -89,7 +90,7 @@ class Mixture:
 
 
 class MixedSamples(Samples):
-    """Rows of several tables of one length, mixed; a table's rows are numbered after those of earlier tables."""
+    """Rows of several corpora with equal row length, mixed by weights; row indices count through all corpora."""
 
     def __init__(self, mixture: Mixture, parts: tuple[Samples, ...]) -> None:
         self.mixture, self.parts = mixture, parts
@@ -97,7 +98,7 @@ class MixedSamples(Samples):
         self.seq_len = parts[0].seq_len
 
     def ordered(self, positions: NDArray[np.int64], seed: int, *, shuffle: bool) -> NDArray[np.int64]:
-        """Indices of the rows at positions of the endless order, in which each corpus has its own epochs."""
+        """Row indices at positions of the endless order; each corpus has its own epochs."""
         corpora, numbers = self.mixture.rows(positions)
         indices = np.empty_like(positions)
         first = 0
@@ -108,7 +109,7 @@ class MixedSamples(Samples):
         return indices
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows at indices: (n,) to (n, S + 1)."""
+        """Rows with the given indices: (n,) to (n, S + 1)."""
         rows = np.empty((indices.size, self.seq_len + 1), np.int64)
         first = 0
         for part in self.parts:
@@ -119,14 +120,14 @@ class MixedSamples(Samples):
         return rows
 
     def progress(self, num_rows: int) -> dict[str, float]:
-        """Tokens and epochs of each corpus after the first rows of the endless order."""
+        """Tokens and epochs of each corpus after the first `num_rows` rows of the endless order."""
         counts = self.mixture.counts(num_rows)
         epochs = [count / part.num_rows for count, part in zip(counts, self.parts, strict=True)]
         return progress(self.mixture, num_rows, self.seq_len, epochs)
 
 
 def progress(mixture: Mixture, num_rows: int, seq_len: int, epochs: Sequence[float]) -> dict[str, float]:
-    """Values for the record of a step: `tokens/NAME` and `epochs/NAME` of each corpus."""
+    """Metrics of a mixture for the record of a step: `tokens/NAME` and `epochs/NAME` of each corpus."""
     values: dict[str, float] = {}
     for label, count, passed in zip(mixture.labels, mixture.counts(num_rows), epochs, strict=True):
         values[f"tokens/{label}"] = count * seq_len

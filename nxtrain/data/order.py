@@ -1,7 +1,7 @@
-"""Endless training order: the row of each position, by a permutation per epoch that is computed and not stored.
+"""Endless shuffled order of the training rows, by a permutation for each epoch that is computed instead of stored.
 
-A Feistel network permutes a rectangle of a * b positions, slightly more than the rows. A result outside of the rows is
-permuted again until it is inside (cycle walking). Memory is O(1). The result depends on seed and position only, not on
+A Feistel network permutes a * b positions, slightly more than the number of rows. A result beyond the last row is
+permuted again until it is a row (cycle walking). Memory is O(1). The result depends on seed and position only, not on
 the number of ranks or on earlier reads.
 
 Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", sections 4 (cycle walking) and 5 (generalized
@@ -23,12 +23,12 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def shuffled(positions: NDArray[np.integer[Any]], num_rows: int, seed: int) -> NDArray[np.int64]:
-    """Rows at positions of the endless order; epoch e covers positions [e * num_rows, (e + 1) * num_rows).
+    """Row indices at positions of the endless order; epoch e covers positions [e * num_rows, (e + 1) * num_rows).
 
     Args:
         positions: (n,) positions, 0 or greater.
-        num_rows: Number of rows; every epoch holds each row exactly once.
-        seed: Any integer; each seed and each epoch has another permutation.
+        num_rows: Number of rows. Every epoch has each row exactly once.
+        seed: Any integer. Each seed and each epoch has its own permutation.
     """
     epoch, rows = np.divmod(positions.astype(np.uint64), np.uint64(num_rows))
     key = _mix(_mix(np.array([seed % 2**64], np.uint64)) + epoch)
@@ -41,7 +41,7 @@ def shuffled(positions: NDArray[np.integer[Any]], num_rows: int, seed: int) -> N
 
 
 def _permute(x: _UInt64s, key: _UInt64s, num_rows: int) -> _UInt64s:
-    """Permute [0, a * b), num_rows <= a * b < num_rows + a, under each element's key."""
+    """Permute [0, a * b) with the key of each element, where num_rows <= a * b < num_rows + a."""
     root = math.isqrt(num_rows - 1) + 1
     a, b = np.uint64(root), np.uint64(-(-num_rows // root))
     left, right = np.divmod(x, b)
@@ -56,7 +56,7 @@ def _permute(x: _UInt64s, key: _UInt64s, num_rows: int) -> _UInt64s:
 
 
 def _mix(x: _UInt64s) -> _UInt64s:
-    """Scatter the bits of each element; a bijection."""
+    """Mix the bits of each 64-bit element by a bijective hash."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     x = x ^ (x >> np.uint64(31))

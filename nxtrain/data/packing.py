@@ -1,4 +1,4 @@
-"""Packing of tokens into rows of equal length: one stream cut at every row, or whole documents fitted into rows."""
+"""Packing of documents into rows of equal length: cut from one concatenated stream, or whole by best fit."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RowPacking:
-    """Pieces of documents in rows, ordered by row, and in a row from its begin to its end.
+    """Assignment of document pieces to rows, ordered by row and by position in the row.
 
     Attributes:
-        documents: (p,) number of each piece's document.
-        starts: (p,) first token of the piece in its document.
-        lengths: (p,) tokens of the piece.
+        documents: (p,) index of each piece's document.
+        starts: (p,) offset of the piece's first token in its document.
+        lengths: (p,) number of tokens of the piece.
         rows: (p,) row of the piece, ascending.
+        num_rows: Number of rows.
     """
 
     documents: Counts
@@ -29,7 +30,7 @@ class RowPacking:
 
     @property
     def begins(self) -> Counts:
-        """(p,) position of each piece in its row: the pieces of a row lie end to end."""
+        """(p,) start position of each piece in its row; the pieces of a row are adjacent."""
         before = np.cumsum(self.lengths) - self.lengths
         first = np.searchsorted(self.rows, self.rows)
         begins: Counts = before - before[first]
@@ -37,9 +38,9 @@ class RowPacking:
 
 
 def best_fit(lengths: Counts, capacity: int, *, most_pieces: int = 0) -> RowPacking:
-    """Pack documents by best-fit decreasing: the longest first, each into the fullest row with enough room.
+    """Pack documents by best-fit decreasing: longest first, each into the fullest row with enough space.
 
-    A document that fits a row is never cut. A longer one is cut into whole rows and a rest, which is packed as a
+    A document that fits a row is never cut. A longer document is cut into whole rows and a rest, which is packed as a
     document. The same lengths give the same rows. The time is that of a sort, plus one search in a bit mask of
     `capacity` bits for each piece.
 
@@ -47,7 +48,8 @@ def best_fit(lengths: Counts, capacity: int, *, most_pieces: int = 0) -> RowPack
 
     Args:
         lengths: (n,) tokens of each document, 0 or more.
-        most_pieces: Most pieces in a row; 0: any number.
+        capacity: Tokens of a row.
+        most_pieces: Maximum number of pieces in a row; 0 for no limit.
     """
     num_whole, rest = np.divmod(np.asarray(lengths, np.int64), capacity)
     documents = np.repeat(np.arange(num_whole.size), num_whole)
@@ -69,7 +71,7 @@ def best_fit(lengths: Counts, capacity: int, *, most_pieces: int = 0) -> RowPack
 
 
 def _fit(lengths: list[int], capacity: int, most_pieces: int) -> tuple[Counts, int]:
-    """Row of each piece, for descending lengths from 1 to `capacity`, and the number of rows."""
+    """Assign pieces with descending lengths from 1 to `capacity` to rows; return the rows and the number of rows."""
     rows = np.empty(len(lengths), np.int64)
     with_room: list[list[int]] = [[] for _ in range(capacity)]  # rows by the tokens that they still can hold
     mask, num_rows = 0, 0  # bit r is set if a row has room for r tokens
@@ -95,10 +97,11 @@ def _fit(lengths: list[int], capacity: int, most_pieces: int) -> tuple[Counts, i
 
 
 def best_fit_rows(counts: Counts, capacity: int) -> int:
-    """Rows that `best_fit` fills, from the number of pieces of each length; the time is independent of that number.
+    """Number of rows that `best_fit` fills, from a histogram of lengths, in a time independent of the number of pieces.
 
     Args:
-        counts: (capacity,) number of rests of each length below `capacity`. Whole rows are not counted.
+        counts: (capacity,) number of pieces of each length below `capacity`. Whole rows are not counted.
+        capacity: Tokens of a row.
     """
     with_room = [0] * capacity
     mask, num_rows = 0, 0

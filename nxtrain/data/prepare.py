@@ -1,4 +1,4 @@
-"""Result of the preparation by one rank before training, and the check of token files, which need no preparation."""
+"""Record of the data files that one rank prepares before training, and the check of token files."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class Prepared(BaseModel):
-    """Prepared files of a run's data.
+    """Record of a run's prepared data files.
 
     Attributes:
         train: Path or address of the corpus or the token file.
-        validation: Stream of tokens; None if no text is held out.
+        validation: File of the held-out tokens; None if no text is held out.
         tokenizer: The `tokenizer.json` that made the ids; None for ids of unknown origin.
         tokenizer_origin, end_of_text, end_id, trained, skipped: As in `nxtrain.data.dataset.Data`.
         fingerprint: Identity of the files' content.
-        probe: Identities of the checked files: digests of samples of ids, or those of corpora.
+        probe: Digests of the checked files: of samples of their ids, or of the corpora.
         skipped: Skipped files, with the reason.
     """
 
@@ -49,7 +49,7 @@ class Prepared(BaseModel):
 
 
 def prepare_tokens(config: DataConfig, seq_len: int, vocab_size: int) -> Prepared:
-    """Check the token files of a run."""
+    """Check the token files of a run, which need no preparation."""
     names = config.mixture or (config.path,)
     contents, probes = zip(*(_checked_table(config, name, seq_len, vocab_size) for name in names), strict=True)
     identity: list[object] = [*contents]
@@ -76,12 +76,15 @@ def prepare_tokens(config: DataConfig, seq_len: int, vocab_size: int) -> Prepare
 
 
 def digest(*parts: object) -> str:
-    """Short hash of a combination of values, for names of files."""
+    """Short hash of several values, for file names."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
 def _checked_table(config: DataConfig, name: str, seq_len: int, vocab_size: int) -> tuple[str, str]:
-    """Identity of the content of a token file, and the digest of a sample. Of an object, only the sample is read."""
+    """Check a token file; return the identity of its content, and a digest of a sample of rows.
+
+    Of an object in object storage, only the sample is read.
+    """
     path = location_of(name)
     try:
         file = open_file(path, cache_folder(config))

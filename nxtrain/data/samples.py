@@ -1,4 +1,4 @@
-"""Token rows for the loader, checked before the first step and again when they are read."""
+"""Sources of token rows for the loader, checked before the first step and again when rows are read."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _CHUNK_TOKENS = 1 << 22
 _PROBED_ROWS = 64
 
 _HEADER_BYTES = 1 << 17
-"""Bytes in which the header of a .npy file of ids ends; a longer one is refused."""
+"""Maximum size in bytes of the header of a .npy file; a longer header is refused."""
 
-_CHANGED = "somebody has changed it since, or this machine has another copy; leave it alone, and start again"
+_CHANGED = "the file was changed, or this machine has another copy; keep it unchanged, and start again"
 
 
 @dataclass(frozen=True)
 class AnswerRows:
-    """Rows of a run on answers.
+    """Row format of a preference objective.
 
     Args:
-        pairs_per_row: Half of the most answers in a row.
-        labelled: Answers have labels; otherwise two answers are a pair.
+        pairs_per_row: Half of the maximum number of answers in a row.
+        labelled: Answers have labels; otherwise, each two answers are a pair.
     """
 
     pairs_per_row: int
@@ -44,20 +44,20 @@ class AnswerRows:
 
     @staticmethod
     def of(config: FinetuneConfig) -> AnswerRows | None:
-        """Rows of an objective; None if the objective is not on answers."""
+        """Row format of the configured objective; None if the objective does not compare answers."""
         if not config.compares:
             return None
         return AnswerRows(config.pairs_per_row, labelled=config.objective == "kto")
 
 
 class Samples(ABC):
-    """Token rows of one length.
+    """Token rows of equal length, by index.
 
     Attributes:
-        num_rows: Rows in an epoch.
-        seq_len: S, targets in a row.
-        pairs_per_row: K, half of the most answers in a row; 0: rows of other documents.
-        labelled: The rows are of answers with labels.
+        num_rows: Number of rows in an epoch.
+        seq_len: S, number of targets in a row.
+        pairs_per_row: K, half of the maximum number of answers in a row; 0 for rows of other documents.
+        labelled: The rows have answers with labels.
     """
 
     num_rows: int
@@ -67,45 +67,46 @@ class Samples(ABC):
 
     @abstractmethod
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows at indices: (n,) to (n, S + 1); inputs are [:, :-1], targets [:, 1:]."""
+        """Rows with the given indices: (n,) to (n, S + 1). Inputs are [:, :-1], targets [:, 1:]."""
 
     def ordered(self, positions: NDArray[np.int64], seed: int, *, shuffle: bool) -> NDArray[np.int64]:
-        """Indices of the rows at positions of the endless order: (n,) to (n,)."""
+        """Row indices at positions of the endless training order: (n,) to (n,)."""
         if shuffle:
             return shuffled(positions, self.num_rows, seed)
         return positions % self.num_rows
 
     def progress(self, num_rows: int) -> dict[str, float]:
-        """Values for the record of a step after the first rows of the endless order; empty without a mixture."""
+        """Metrics for the record of a step after `num_rows` rows of the endless order; empty without a mixture."""
         del num_rows
         return {}
 
     def with_teacher(self, targets: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Mix the targets of the rows at indices, (..., S), with the tokens of a teacher, if the run has one.
+        """Mix the targets of some rows, (..., S), with a teacher's tokens for distillation, if the run has a teacher.
 
         Returns:
-            The targets as they are, or (..., 2R, S): R token ids of each target, then R probabilities in units.
+            The targets unchanged, or (..., 2R, S): R token ids of each target, then R probabilities in
+            `PROBABILITY_UNITS`.
         """
         del indices
         return targets
 
     def reference(self, indices: NDArray[np.int64], *, swapped: bool = False) -> NDArray[np.float32] | None:
-        """Log-probabilities of the answers in rows, (n,) to (n, 2K); None if they are not known in advance.
+        """Log-probabilities of the answers in rows by the reference model, (n,) to (n, 2K); None if not precomputed.
 
         Args:
-            swapped: Those of the rows that `swap_answers` makes.
+            swapped: Return them for the rows from `swap_answers`.
         """
         del indices, swapped
         return None
 
 
 class TableSamples(Samples):
-    """Rows of a table in memory: (num_rows, S + 1) ids of any integer type.
+    """Rows of a table in memory: (num_rows, S + 1) token ids of any integer type.
 
     Args:
-        answers: Rows are of answers; None: of other documents.
-        has_reference: Answers have a reference of zeros.
-        teacher_k: Tokens of a teacher for each target; 0: there is no teacher.
+        answers: Row format of a preference objective; None for other rows.
+        has_reference: Return zeros as the reference log-probabilities of answers.
+        teacher_k: Number of teacher tokens for each target; 0 without a teacher.
     """
 
     def __init__(
@@ -118,33 +119,33 @@ class TableSamples(Samples):
             self.pairs_per_row, self.labelled = answers.pairs_per_row, answers.labelled
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows at indices: (n,) to (n, S + 1)."""
+        """Rows with the given indices: (n,) to (n, S + 1)."""
         return self._table[indices].astype(np.int64)
 
     def with_teacher(self, targets: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Repeat the targets in place of the tokens of a teacher; without a teacher, return the targets."""
+        """Repeat the targets as placeholders for a teacher's tokens; without a teacher, return them unchanged."""
         del indices
         if not self._teacher_k:
             return targets
         return np.expand_dims(targets, -2).repeat(2 * (1 + self._teacher_k), axis=-2)
 
     def reference(self, indices: NDArray[np.int64], *, swapped: bool = False) -> NDArray[np.float32] | None:
-        """Zeros for the answers in rows, (n,) to (n, 2K); None without a reference."""
+        """Zeros as the reference log-probabilities of the answers, (n,) to (n, 2K); None without a reference."""
         if not self._has_reference:
             return None
         return np.zeros((indices.size, 2 * self.pairs_per_row), np.float32)
 
 
 class FileSamples(Samples):
-    """Rows of a .npy file of ids, each checked when it is read.
+    """Rows of a .npy file of token ids, each checked when it is read.
 
-    If the open file is modified, a sample of its rows must still match. A file that is replaced or deleted under its
-    name stays open, and is read unchanged.
+    If the open file is modified, a sample of its rows must still match. A file that is replaced or deleted stays open,
+    and the old content is read.
 
     Args:
         file: The open file: (num_rows, S + 1) ids.
         vocab_size: Size of the vocabulary; every id must be below it.
-        expected: Result of `probe` for the ids that were checked; None: nothing was checked yet.
+        expected: Result of `probe` when the file was checked; None before the first check.
 
     Raises:
         DataError: The file is not a table of rows of this length, is cut short, or differs from the checked ids.
@@ -174,7 +175,7 @@ class FileSamples(Samples):
             self._compare()
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows at indices: (n,) to (n, S + 1).
+        """Rows with the given indices: (n,) to (n, S + 1).
 
         Raises:
             DataError: An id is outside of the vocabulary, or the file has changed; names the file and the row.
@@ -192,14 +193,14 @@ class FileSamples(Samples):
         return str(self._file.name)
 
     def probe(self) -> str:
-        """Digest of the number of rows and of a sample of the rows; differs for most other tables."""
+        """Digest of the number of rows and of a sample of the rows, which differs for most other tables."""
         digest = hashlib.blake2b(f"{self.num_rows}".encode(), digest_size=16)
         sampled = np.linspace(0, self.num_rows - 1, min(self.num_rows, _PROBED_ROWS)).astype(np.int64)
         digest.update(self._rows(sampled).tobytes())
         return digest.hexdigest()
 
     def digest(self) -> str:
-        """Digest of all content; every row is checked."""
+        """Digest of the whole content; every row is checked."""
         width = self.seq_len + 1
         digest = hashlib.blake2b(f"{self._dtype} {(self.num_rows, width)}".encode())
         chunk_rows = -(-_CHUNK_TOKENS // width)
@@ -221,7 +222,7 @@ class FileSamples(Samples):
         return stored.astype(np.int64)
 
     def _read(self, row: int, stored: NDArray[Any]) -> None:
-        """Fill an array with the rows from a row on."""
+        """Fill an array with the rows from row `row` on."""
         content = stored.view(np.uint8).reshape(-1).data
         start = self._start + row * stored.shape[1] * stored.itemsize
         done = 0
@@ -235,7 +236,7 @@ class FileSamples(Samples):
             done += length
 
     def _check_ids(self, ids: NDArray[Any], rows: NDArray[np.int64]) -> None:
-        """Refuse rows with an id outside of the vocabulary; the message names the first such row by its number."""
+        """Raise a DataError for an id outside of the vocabulary; the message names the first such row."""
         if not ids.size or (int(ids.min()) >= 0 and int(ids.max()) < self._vocab_size):
             return
         number, column = np.argwhere((ids < 0) | (ids >= self._vocab_size))[0]
@@ -253,23 +254,20 @@ class FileSamples(Samples):
 
 
 class EndedSamples(Samples):
-    """Rows of a token file that nxtrain did not write, in which an id ends each document.
-
-    Such a file has nothing else that tells its documents apart.
-    """
+    """Rows of a token file from another program, in which only the id `end_id` marks the end of a document."""
 
     def __init__(self, samples: Samples, end_id: int) -> None:
         self._samples, self._end_id = samples, end_id
         self.num_rows, self.seq_len = samples.num_rows, samples.seq_len
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows at indices: (n,) to (n, S + 1), with `END_BIT` at the end of each document."""
+        """Rows with the given indices, (n,) to (n, S + 1), with `END_BIT` at the end of each document."""
         rows = self._samples.rows(indices)
         return np.where(rows == self._end_id, rows | END_BIT, rows)
 
 
 def header(opened: DataFile) -> tuple[np.dtype[np.integer[Any]], tuple[int, ...], int]:
-    """Type and shape of the ids in an open .npy file, and the offset of the first id.
+    """Read the header of an open .npy file: dtype and shape of the ids, and offset of the first id.
 
     Raises:
         DataError: The file is not a .npy array of numbers, or is stored column by column.

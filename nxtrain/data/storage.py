@@ -1,7 +1,7 @@
-"""Files of corpora on disks and in buckets, opened once and read at any offset, and prepared files, written atomically.
+"""Files of corpora on disks and in object storage, read at any offset, and atomic writes of prepared files.
 
-A read looks up no name. Files of a disk are read, not mapped: a lost page of a mapped file ends the process by a
-signal, without a message.
+Files are opened once, and a read looks up no name. Files on a disk are read instead of mapped. A lost page of a mapped
+file would end the process by a signal, without a message.
 """
 
 from __future__ import annotations
@@ -32,37 +32,37 @@ Tokens = NDArray[np.integer[Any]]
 SHARD_ENDING = ".arrow"
 
 STREAM_BYTES = 4 << 20
-"""Bytes of a request for an object that is read once; a request takes tens of milliseconds, whatever its size."""
+"""Bytes per request for an object that is read once. A request takes tens of milliseconds, whatever its size."""
 
 
 class DataFile(Protocol):
-    """An open file of a corpus."""
+    """An open file of a corpus, on a disk or in object storage."""
 
     @property
     def name(self) -> Location:
-        """Path or address."""
+        """Path or address of the file."""
 
     @property
     def num_bytes(self) -> int:
-        """Length when the file was opened."""
+        """Length of the file in bytes when it was opened."""
 
     def read(self, view: memoryview, start: int) -> int:
-        """Read bytes from `start` on into `view`, perhaps fewer than fit; return their number, 0 at the end.
+        """Read bytes from offset `start` into `view`, perhaps fewer than fit; return their number, 0 at the end.
 
         Raises:
             OSError: The storage fails.
-            DataError: The file is gone, or has been replaced.
+            DataError: The file was deleted or replaced.
         """
 
     def version(self) -> object:
-        """Value that differs after a change of the content in place."""
+        """Value that changes when the content of the file is modified in place."""
 
     def ahead(self, read: Callable[..., object], *args: object) -> None:
-        """Call a function that reads ahead, in another thread, if the storage is a bucket; do nothing for a disk."""
+        """Prefetch from object storage by calling a reading function in another thread; do nothing for a disk."""
 
 
 class LocalFile:
-    """A file of a disk."""
+    """An open file on a disk."""
 
     def __init__(self, path: Path) -> None:
         self.name = path
@@ -75,19 +75,19 @@ class LocalFile:
         return os.preadv(self._file, [view], start)
 
     def version(self) -> object:
-        """Value that differs after a change of the content in place."""
+        """Value that changes when the content of the file is modified in place."""
         status = os.fstat(self._file)
         return status.st_size, status.st_mtime_ns
 
     def ahead(self, read: Callable[..., object], *args: object) -> None:
-        """Call nothing: the system reads ahead."""
+        """Do nothing, since the operating system reads ahead."""
 
 
 class RemoteFile:
-    """An object of a bucket, whose bytes come to this node when they are read.
+    """An object in object storage, whose bytes are fetched when they are read.
 
     Args:
-        cache: Folder of this node for blocks; None: blocks are not stored, and each read is a request.
+        cache: Folder on this node's disk that caches fetched blocks; None for a request at each read.
     """
 
     def __init__(self, address: BucketPath, cache: Path | None) -> None:
@@ -105,7 +105,7 @@ class RemoteFile:
 
     @property
     def tag(self) -> str:
-        """The service's identity of the content."""
+        """Version tag of the object's content, from the storage service."""
         return self._object.tag
 
     def read(self, view: memoryview, start: int) -> int:
@@ -113,16 +113,16 @@ class RemoteFile:
         try:
             return self._object.read(view, start)
         except DamagedError as error:
-            way_out = "bring the object back as it was, or begin anew: train with checkpoint.allow_drift=['data']"
+            way_out = "restore the object, or begin again: train with checkpoint.allow_drift=['data']"
             way_out += ", data prepare with --restart"
             raise DataError(f"{self.name} has changed while it is read: {error.reason}; {way_out}") from error
 
     def version(self) -> object:
-        """See `DataFile`: an object never changes in place."""
+        """Version tag, which never changes, since an object cannot be modified in place."""
         return self.tag
 
     def ahead(self, read: Callable[..., object], *args: object) -> None:
-        """Call a function that reads ahead; see `DataFile.ahead`."""
+        """Prefetch: call a reading function in another thread; see `DataFile.ahead`."""
         if isinstance(self._object, CachedObject):
             self._object.ahead(read, *args)
 
@@ -148,10 +148,10 @@ class _RemoteStream(io.RawIOBase):
 
 
 def open_stream(path: Location, buffer_bytes: int = STREAM_BYTES) -> BinaryIO:
-    """Open a file that is read once, mostly in order. Blocks of a bucket are not stored on this node.
+    """Open a file for reading once, mostly in order. Blocks from object storage are not cached on this node.
 
     Args:
-        buffer_bytes: Least bytes of a request to a bucket.
+        buffer_bytes: Minimum bytes of a request to object storage.
     """
     if isinstance(path, BucketPath):
         return io.BufferedReader(_RemoteStream(RemoteFile(path, None)), buffer_bytes)
@@ -159,10 +159,10 @@ def open_stream(path: Location, buffer_bytes: int = STREAM_BYTES) -> BinaryIO:
 
 
 def open_file(path: Location, cache: Path | None) -> LocalFile | RemoteFile:
-    """Open a file.
+    """Open a file on a disk or in object storage for reading at any offset.
 
     Args:
-        cache: Folder of this node for blocks of buckets; None: blocks are not stored.
+        cache: Folder on this node's disk that caches blocks from object storage; None for no cache.
     """
     if isinstance(path, BucketPath):
         return RemoteFile(path, cache)
@@ -173,7 +173,7 @@ def open_file(path: Location, cache: Path | None) -> LocalFile | RemoteFile:
 
 
 def read_exactly(file: DataFile, size: int, start: int) -> memoryview:
-    """Bytes of a file from an offset on; fewer only where the file ends."""
+    """Read `size` bytes of a file from offset `start`; fewer only at the end of the file."""
     content, done = memoryview(bytearray(size)), 0
     while done < size:
         length = file.read(content[done:], start + done)
@@ -184,7 +184,7 @@ def read_exactly(file: DataFile, size: int, start: int) -> memoryview:
 
 
 def shards(path: Location) -> list[Location]:
-    """Files of a prepared corpus: the file itself, or the files of a folder or a prefix, in order."""
+    """Files of a prepared corpus: the file itself, or the files of a folder or bucket prefix, in order."""
     if isinstance(path, Path):
         if not path.is_dir():
             return [path]
@@ -194,21 +194,21 @@ def shards(path: Location) -> list[Location]:
 
 
 def summary_of(path: Location) -> Location:
-    """Path of the summary that a preparation writes next to its folder of shards."""
+    """Path of the summary file that a preparation writes next to the corpus."""
     if isinstance(path, Path):
         return path.with_suffix(".summary.json")
     return BucketPath(path.removesuffix(path.name) + PurePosixPath(path.name).with_suffix(".summary.json").name)
 
 
 def cache_folder(config: Any) -> Path:
-    """Folder of this node for blocks of buckets, `data.cache_dir`."""
+    """Folder on this node's disk that caches blocks from object storage, from `data.cache_dir`."""
     values = {"host": host_name(), "user": getpass.getuser()}
     return Path(fill("data.cache_dir", str(config.cache_dir), values)).expanduser().absolute()
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write a file atomically: the file gets its name once it is complete and on disk."""
+    """Context that writes a file atomically: the file gets its name once it is complete and synced to the disk."""
     with refusing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic.replacing(path, durable=True, shared=True) as draft, draft.open("wb") as file:
@@ -217,7 +217,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def refusing(path: Path) -> Iterator[None]:
-    """Translate a failed write within this context into an error of nxtrain."""
+    """Context that translates a failed write into an error of nxtrain."""
     try:
         yield
     except OSError as error:
@@ -225,7 +225,7 @@ def refusing(path: Path) -> Iterator[None]:
 
 
 def unreadable(what: str, error: OSError) -> NxtrainError:
-    """Make the error for a failed read: DataError for a wrong name or missing rights, StorageError for the storage."""
+    """Error for a failed read: DataError for a wrong name or missing permissions, StorageError for failing storage."""
     mistakes = FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError | NotRegularError
     if isinstance(error, mistakes):
         return DataError(f"{what} cannot be read: {error.strerror}")

@@ -1,4 +1,4 @@
-"""Loader of batches from lanes of rows that are packed while consumed; its state is the position of each lane."""
+"""Loader of batches from lanes, streams of documents that are packed on the fly; its state is a position per lane."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from nxtrain.common.errors import CheckpointError
 from nxtrain.data.loader import Batch, BatchShare, Skips, batch_of, left_out
 
 LanePosition = tuple[int, ...]
-"""Position of a lane: an ordinal of its documents, and a token or a row.
+"""Position of a lane: index of a document in the lane's order, and a token or row index.
 
-In a mixture: the rows that the lane has given, and then those two numbers for each corpus.
+In a mixture: the number of rows that the lane has returned, and then these two numbers for each corpus.
 """
 BEGIN: LanePosition = (0, 0)
 MAX_LANES = 32
 
 
 class Lane(Protocol):
-    """Endless rows of a lane."""
+    """Endless stream of rows, packed from the documents of one lane."""
 
     @property
     def position(self) -> LanePosition:
@@ -33,13 +33,13 @@ class Lane(Protocol):
         ...
 
     def row(self) -> NDArray[np.int32]:
-        """Next row: (S + 1,) ids with `PROMPT_BIT` and `END_BIT`, `IGNORE_INDEX` after the last document."""
+        """Next row: (S + 1,) token ids with `PROMPT_BIT` and `END_BIT`, and `IGNORE_INDEX` after the last document."""
         ...
 
 
 @dataclass(frozen=True)
 class LaneOrder:
-    """Order of the documents of every lane."""
+    """Number of lanes, seed, and whether documents are shuffled: the settings of the document order of all lanes."""
 
     lanes: int
     seed: int
@@ -47,10 +47,10 @@ class LaneOrder:
 
 
 class LaneSource(Protocol):
-    """Source of lanes, small enough to be sent to another process, which opens the documents itself."""
+    """Source of lanes that can be pickled and sent to another process, which opens the documents itself."""
 
     def opened(self, mark: Callable[[str], None] | None = None) -> Callable[[LaneOrder, int, LanePosition], Lane]:
-        """Open the documents; returns the function that opens a lane.
+        """Open the documents, and return a function that opens a lane.
 
         Args:
             mark: Called with the name of each document before it is read.
@@ -59,30 +59,31 @@ class LaneSource(Protocol):
 
 
 LaneRows = dict[int, tuple[NDArray[np.int32], LanePosition]]
-"""Rows (rows_per_lane, S + 1) of each lane for a step, and the position after them, in lane order."""
+"""Rows (rows_per_lane, S + 1) of each lane for a step, and the lane's position after these rows, by lane."""
 
 
 class Lanes(Protocol):
-    """Lanes of a rank, which give rows step by step."""
+    """The lanes of one rank, which return rows step by step."""
 
     def rows(self, step: int) -> LaneRows:
-        """Rows of each lane for the next step, and the positions after the rows."""
+        """Rows of each lane for the next step, and the lane positions after these rows."""
         ...
 
     def stop(self) -> None:
-        """Interrupt a call of `rows` in another thread, if the call may take long."""
+        """Interrupt a long call of `rows` in another thread."""
         ...
 
     def close(self) -> None:
-        """Free the resources of the lanes, once no thread calls `rows`."""
+        """Release the resources of the lanes; no thread may still call `rows`."""
         ...
 
 
 class LocalLanes:
-    """Lanes in this process.
+    """Lanes of a rank that are read in this process.
 
     Args:
         open_lane: Opens a lane by its number, at a position.
+        positions: Position of each lane.
         rows_per_lane: Rows of a lane in each step.
     """
 
@@ -93,7 +94,7 @@ class LocalLanes:
         self._rows_per_lane = rows_per_lane
 
     def rows(self, step: int) -> LaneRows:
-        """Rows of each lane for the next step, and the positions after the rows."""
+        """Rows of each lane for the next step, and the lane positions after these rows."""
         del step  # the lanes know their positions
         by_lane: dict[int, tuple[NDArray[np.int32], LanePosition]] = {}
         for number, lane in self._lanes.items():
@@ -102,29 +103,32 @@ class LocalLanes:
         return by_lane
 
     def stop(self) -> None:
-        """Interrupt nothing: a row takes little time."""
+        """Do nothing, since a row takes little time."""
 
     def close(self) -> None:
-        """Free nothing."""
+        """Do nothing, since there are no resources to release."""
 
 
 def num_lanes(global_batch: int) -> int:
-    """Number of lanes: the largest divisor of the global batch up to `MAX_LANES`, whatever the number of ranks."""
+    """Number of lanes: largest divisor of the global batch size up to `MAX_LANES`, for any number of ranks."""
     return max(lanes for lanes in range(1, MAX_LANES + 1) if global_batch % lanes == 0)
 
 
 class StreamLoader:
-    """Assigns the rows of lanes to steps and ranks.
+    """Loader of batches from lanes, which assigns the rows of lanes to steps and ranks.
 
-    Each lane gives global_batch / lanes adjacent rows of every step. A data parallel rank tokenizes the lanes of its
-    rows, and no others. Neither micro_batch nor dp_size changes the rows of a step.
+    Each lane supplies global_batch / lanes adjacent rows of every step. A data parallel rank tokenizes only the lanes
+    of its rows. Neither micro_batch nor dp_size changes the rows of a step.
 
     Args:
-        open_lanes: Opens lanes at their positions, with the number of rows of a lane in each step.
-        lanes: Number of lanes; divides the global batch of every step.
+        open_lanes: Opens lanes, given their positions and the number of rows of a lane in each step.
+        lanes: Number of lanes; divides the global batch size of every step.
+        share: This rank's share of the global batches.
+        end_id: Input id after the last document of a row.
+        doc_mask: Batches have attention masks between documents.
         positions: Position of every lane at the first batch; empty for the begin of the corpus.
-        progress: Values for the record of a step, from the positions of this rank's lanes.
-        skips: Batches that are left out, from the first batch on.
+        progress: Function that computes data metrics from the positions of this rank's lanes.
+        skips: Batches that the run skips, from the first batch on.
     """
 
     # 8 arguments: lanes, their share, their ends and their gaps
@@ -155,7 +159,7 @@ class StreamLoader:
             self._positions = {lane: positions[lane] for lane in mine}
 
     def prefetched(self, start_step: int, depth: int = 2) -> Generator[Batch, None, None]:
-        """Endless batches from the position of the lanes on; a thread tokenizes up to `depth` ahead of the consumer.
+        """Iterate endlessly over batches from the lanes' positions on; a thread tokenizes up to `depth` batches ahead.
 
         A read error is raised to the consumer at the step of the failed batch. Closing the generator ends the thread.
 
@@ -177,11 +181,11 @@ class StreamLoader:
             lanes.close()
 
     def cursor(self) -> dict[int, LanePosition]:
-        """Position of each lane of this rank after the last batch that was consumed."""
+        """Position of each lane of this rank after the last consumed batch."""
         return dict(self._positions)
 
     def progress(self, step: int) -> dict[str, float]:
-        """Values for the record of the step whose batch was consumed last."""
+        """Data metrics for the record of the step whose batch was consumed last."""
         # The positions are those after the last batch.
         return {**self._progress(self._positions), **self._share.progress(step)}
 
@@ -202,7 +206,7 @@ class StreamLoader:
 
 
 def merged(cursors: Sequence[Mapping[int, LanePosition]]) -> dict[str, Any]:
-    """Cursor of a run for its checkpoint: the position of every lane, joined from all ranks."""
+    """Merge the lane positions of all ranks into the cursor of a checkpoint."""
     positions: dict[int, LanePosition] = {}
     for cursor in cursors:
         positions.update(cursor)
@@ -212,10 +216,12 @@ def merged(cursors: Sequence[Mapping[int, LanePosition]]) -> dict[str, Any]:
 
 
 def positions_of(cursor: Mapping[str, Any], lanes: int, corpora: int = 0) -> list[LanePosition]:
-    """Positions in a checkpoint's cursor; empty if the checkpoint has none.
+    """Lane positions in a checkpoint's cursor; empty if the checkpoint has none.
 
     Args:
-        corpora: Corpora of the mixture; 0 without a mixture.
+        cursor: Cursor from the checkpoint.
+        lanes: Number of lanes of this run.
+        corpora: Number of corpora of the mixture; 0 without a mixture.
     """
     positions = [tuple(map(int, position)) for position in cursor.get("places", [])]
     length = len(BEGIN)

@@ -1,6 +1,6 @@
-"""Knowledge distillation from a file with the K most likely tokens of a teacher model for each target.
+"""Data of knowledge distillation: a file with a teacher model's K most likely tokens for each target.
 
-The file is a .npy table of integers with a row for each row of ids. A row has K x S token ids, then the K x S
+The file is a .npy table of integers, with one row for each row of token ids. A row has K x S token ids, then the K x S
 probabilities of these tokens in units of 2^-24.
 
 Source: Hinton et al. 2015 (arXiv:1503.02531) for the loss. Here the K probabilities are divided by their sum.
@@ -18,10 +18,10 @@ from nxtrain.data.storage import DataFile
 
 
 class TaughtSamples(Samples):
-    """Rows of ids whose targets are distributions: the true token, and the K most likely tokens of a teacher.
+    """Rows of token ids whose targets are distributions over the true token and a teacher's K most likely tokens.
 
     Args:
-        samples: The rows of ids.
+        samples: The rows of token ids.
         teacher: The teacher's table, from `open_teacher`.
         vocab_size: Size of the vocabulary; every id of the teacher must be below it.
         weight: Share of the teacher's tokens in the loss.
@@ -37,11 +37,11 @@ class TaughtSamples(Samples):
             raise DataError(f"{teacher.name} {reason}; each row of ids has a row of the teacher")
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows at indices: (n,) to (n, S + 1)."""
+        """Rows with the given indices: (n,) to (n, S + 1)."""
         return self._samples.rows(indices)
 
     def with_teacher(self, targets: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Mix the targets of some rows with the tokens of the teacher; see `Samples.with_teacher`.
+        """Mix the targets of some rows with the teacher's tokens; see `Samples.with_teacher`.
 
         Raises:
             DataError: An id of the teacher is outside of the vocabulary.
@@ -55,10 +55,10 @@ class TaughtSamples(Samples):
 
 
 def open_teacher(file: DataFile, *, seq_len: int, k: int, expected: str | None = None) -> FileSamples:
-    """Open the table of a teacher; `k` is the number of tokens, and the others are arguments of `FileSamples`.
+    """Open the .npy table of a teacher with `k` tokens for each target.
 
     Raises:
-        DataError: The file is not a table of K tokens for each of S targets.
+        DataError: The file is not a table of `k` tokens for each of `seq_len` targets.
     """
     _, shape, _ = header(file)
     width = 2 * k * seq_len
@@ -73,10 +73,11 @@ def open_teacher(file: DataFile, *, seq_len: int, k: int, expected: str | None =
 def mixed(
     targets: NDArray[np.int64], ids: NDArray[np.int64], units: NDArray[np.int64], weight: float
 ) -> NDArray[np.int64]:
-    """Mix true targets with the tokens of a teacher: (..., S) to (..., 2 (1 + K), S).
+    """Mix true targets with a teacher's tokens into soft targets: (..., S) to (..., 2 (1 + K), S).
 
-    The result has 1 + K token ids of each target, the true one first, and then their probabilities in units. The units
-    of a target add up to 1 exactly. Where all units of the teacher are 0, the true token has the probability 1.
+    The result has 1 + K token ids for each target, the true token first, and then their probabilities in units of
+    2^-24. The probabilities of a target add up to 1 exactly. If all of the teacher's units are 0, the true token has
+    probability 1.
 
     Args:
         targets: (..., S), true tokens, whose probability is 1 - `weight`.

@@ -1,4 +1,4 @@
-"""Tokenizers: a byte-level BPE trained on the data, or any tokenizer in Hugging Face's file format."""
+"""Tokenizers: a byte-level BPE trained on the data, or any tokenizer file in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 
 @dataclass(frozen=True)
 class KnownTokenizer:
-    """A tokenizer that need not be trained.
+    """A tokenizer that exists already and need not be trained.
 
     Args:
         path: A `tokenizer.json`, or its folder.
         origin: Origin of a tokenizer that the configuration does not name, for messages; else empty.
-        end: Token that ends a document; empty: take it from the tokenizer's configuration, or guess it by name.
+        end: Token that ends a document; empty to take it from the tokenizer's configuration, or to guess it by name.
     """
 
     path: Path
@@ -39,11 +39,15 @@ class KnownTokenizer:
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer that fits the model.
+    """A loaded tokenizer whose ids fit the model's vocabulary.
 
     Attributes:
-        dtype: Smallest type that holds all ids.
-        digest: Identity of the file's content.
+        path: Path of the `tokenizer.json`.
+        tokenizer: The tokenizer.
+        end: Token that ends a document.
+        end_id: Id of this token.
+        dtype: Smallest integer type for all ids.
+        digest: Hash of the file's content.
     """
 
     path: Path
@@ -54,24 +58,24 @@ class TextTokenizer:
     digest: str
 
     def encode(self, texts: Sequence[str]) -> Iterator[Tokens]:
-        """Ids of each text; text that spells a special token stays text."""
+        """Token ids of each text. Text that looks like a special token is encoded as ordinary text."""
         for encoding in self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
             yield np.array(encoding.ids, self.dtype)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Train a byte-level BPE and save it; the same texts give the same file with any number of threads.
+    """Train a byte-level BPE tokenizer and save it. Equal texts give equal files with any number of threads.
 
     Id 0 is `<|endoftext|>`, ids 1 to 256 are the bytes. Short texts may yield fewer than `vocab_size` entries.
 
     Raises:
-        DataError: The vocabulary has no room for every byte.
+        DataError: The vocabulary is smaller than the number of bytes.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size <= len(alphabet):
         raise DataError(
-            f"model.config.vocab_size={vocab_size} cannot hold the {len(alphabet)} bytes and {END_OF_TEXT}; "
-            f"a tokenizer trained on the spot needs {len(alphabet) + 1} or more"
+            f"model.config.vocab_size={vocab_size} is too small for the {len(alphabet)} bytes and {END_OF_TEXT}; "
+            f"a tokenizer trained on the data needs {len(alphabet) + 1} or more"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -85,10 +89,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
 
 
 def load_tokenizer(path: Path, vocab_size: int, end: str = "") -> TextTokenizer:
-    """Load a `tokenizer.json`, or the file of that name in a folder.
+    """Load a `tokenizer.json`, given as a file or by its folder.
 
     Args:
-        end: Token that ends a document; empty: take it from the tokenizer's configuration, or guess it by name.
+        end: Token that ends a document; empty to take it from the tokenizer's configuration, or to guess it by name.
 
     Raises:
         DataError: The file is missing or unreadable, has ids beyond the vocabulary, or no known end-of-text token.
@@ -118,13 +122,13 @@ def load_tokenizer(path: Path, vocab_size: int, end: str = "") -> TextTokenizer:
 
 
 def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids of the tokens whose names usually mark the end of a text."""
+    """Ids of the tokens whose names commonly mark the end of a text."""
     ids = map(tokenizer.token_to_id, _END_NAMES)
     return frozenset(number for number in ids if number is not None)
 
 
 def declared_end(file: Path) -> str:
-    """Token that ends a document, from the configuration next to a `tokenizer.json`; empty if not declared."""
+    """End-of-document token in the `tokenizer_config.json` next to a tokenizer; empty if not declared."""
     config = file.with_name("tokenizer_config.json")
     declared = None
     try:

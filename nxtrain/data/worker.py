@@ -1,8 +1,8 @@
-"""Worker process of a rank: makes the rows of some lanes ahead of the rank, and ends with the rank.
+"""Data loader worker: a process that tokenizes and packs documents ahead of its rank, and exits with its rank.
 
-The rank starts the process as a program of its own, not as a fork: a fork of a process with devices or threads is
-unsafe. The program imports no torch. Standard input brings the task and then a byte for each wanted step; its end is
-the end of the rank. Standard output takes an answer for each step.
+The rank starts the worker as a separate program, since a fork of a process with devices or threads is unsafe. The
+program imports no torch. Standard input has the task, and then one byte for each requested step. The worker exits when
+standard input is closed. Standard output gets an answer for each step.
 """
 
 from __future__ import annotations
@@ -23,20 +23,24 @@ from nxtrain.common.process.signals import STOPPING
 from nxtrain.data.stream_loader import LaneOrder, LanePosition, LaneRows, LaneSource, LocalLanes
 
 LENGTH = struct.Struct("<Q")
-"""Head of an answer: the number of bytes that follow."""
+"""Header of an answer: the number of bytes that follow."""
 
 MARK_BYTES = 4096
-"""Bytes of the file in which a worker notes the document under way."""
+"""Size of the file in which a worker records the name of the document that it is reading."""
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
 
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """Rows that a worker makes.
+    """Lanes and positions whose rows a data loader worker prepares.
 
     Args:
-        mark: Descriptor of the file for the document that is read.
+        source: Source of the lanes.
+        order: Order of the documents.
+        positions: Position of each lane.
+        rows_per_lane: Rows of a lane in each step.
+        mark: Descriptor of the file that records the current document.
     """
 
     source: LaneSource
@@ -47,11 +51,11 @@ class WorkerTask:
 
 
 Answer = LaneRows | tuple[type[NxtrainError], str]
-"""Rows of a step; or the kind and the text of an error that ends the worker."""
+"""Answer of a worker: the rows of a step, or the type and message of an error that ends the worker."""
 
 
 def main() -> None:
-    """Work until the rank closes standard input or ends."""
+    """Run a data loader worker until its rank closes standard input or ends."""
     for number in STOPPING:  # a signal to the whole process group asks the rank, which still needs its workers
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
@@ -94,7 +98,7 @@ def _send(answers: BinaryIO, answer: Answer) -> None:
 
 
 def _read(source: Any, size: int) -> bytes:
-    """Next bytes of standard input; the end of standard input ends the process, because the rank has ended."""
+    """Read bytes from standard input; exit the process at its end, since the rank has then ended."""
     content: bytes = source.read(size)
     if len(content) < size:
         os._exit(0)
@@ -102,6 +106,6 @@ def _read(source: Any, size: int) -> bytes:
 
 
 def _follow(source: Any, wanted: threading.Semaphore) -> None:
-    """Count the wanted steps, and end the process at the end of standard input, whatever the main thread does."""
+    """Count the requested steps, and exit the process at the end of standard input, even if it is busy."""
     while _read(source, 1):
         wanted.release()

@@ -1,8 +1,8 @@
-"""Worker processes of a rank that tokenize and pack, and the replacement of dead or hung workers.
+"""Data loader workers of a rank: processes that tokenize and pack, with replacement of dead or hung processes.
 
-The lanes of the rank are dealt to the workers. A worker answers each step with the rows of its lanes and the positions
-after them. A new worker begins at the positions of the last answer that was taken. The rows therefore do not depend on
-the number of workers, nor on their deaths.
+The lanes of the rank are divided among the workers. For each step, a worker returns the rows of its lanes and the lane
+positions after them. A replacement begins at the positions of the last received answer. The rows therefore depend
+neither on the number of workers nor on failures.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from nxtrain.data.stream_loader import LaneOrder, LanePosition, LaneRows, LaneSo
 from nxtrain.data.worker import LENGTH, MARK_BYTES, Answer, WorkerTask
 
 AHEAD = 4
-"""Steps that a worker makes ahead of the rank."""
+"""Number of steps that a worker prepares ahead of the rank."""
 
 _PIPE_BYTES = 1 << 20
-"""Wanted size of the pipe of answers, so that a worker seldom waits for its reader."""
+"""Requested size of the answer pipe, so that a worker seldom waits for its reader."""
 
 _READ_BYTES = 1 << 20
 
 _START_S, _ENDING_S = 60.0, 5.0
-"""Extra seconds for a worker that still starts, and seconds to wait for the end of a killed worker."""
+"""Extra timeout in seconds for a starting worker, and seconds to wait for the end of a killed worker."""
 
 
 @dataclass(frozen=True)
 class WorkerPolicy:
-    """Number of workers, and the treatment of failed workers.
+    """Number of data loader workers, and the handling of failed workers.
 
     Args:
-        number: Processes; no more than lanes are started.
-        restarts: Allowed replacements in a row without an answer of the new worker.
-        timeout_s: Seconds without an answer, and without another document, after which a worker counts as hung. A
-            worker that still starts has a minute more.
+        number: Number of processes, limited to the number of lanes.
+        restarts: Maximum number of consecutive replacements without an answer from the new worker.
+        timeout_s: Seconds without an answer and without a new document, after which a worker counts as hung. A starting
+            worker has a minute more.
+        rank: Rank, for messages.
     """
 
     number: int
@@ -55,11 +56,11 @@ class WorkerPolicy:
 
 
 class _SilentError(Exception):
-    """Error of a worker that gives no answer; the text says why."""
+    """Error of a worker that returns no answer; its text has the reason."""
 
 
 class DataWorker:
-    """A worker process, seen from its rank."""
+    """A data loader worker process, as controlled by its rank."""
 
     def __init__(
         self, source: LaneSource, order: LaneOrder, positions: dict[int, LanePosition], rows_per_lane: int
@@ -91,16 +92,16 @@ class DataWorker:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process id of the worker."""
         return self._process.pid
 
     @property
     def mark(self) -> str:
-        """Document that the worker has begun to read; empty before the first."""
+        """Name of the document that the worker is reading; empty before the first document."""
         return os.pread(self._mark.fileno(), MARK_BYTES, 0).partition(b"\0")[0].decode(errors="replace")
 
     def answer(self, timeout_s: float) -> Answer:
-        """Take the next answer, and request another step."""
+        """Receive the next answer, and request a further step."""
         while len(self._held) < LENGTH.size:
             self._receive(timeout_s)
         (size,) = LENGTH.unpack_from(self._held)
@@ -113,17 +114,17 @@ class DataWorker:
         return answer
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process, if the process still runs."""
+        """Send a signal to the worker process, if it still runs."""
         self._process.send_signal(number)
 
     def stop(self) -> None:
-        """End the process, from any thread."""
+        """Kill the worker process; callable from any thread."""
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):  # a read from storage that hangs cannot be killed
             self._process.wait(_ENDING_S)
 
     def close(self) -> None:
-        """End the process and free its pipes."""
+        """Kill the worker process, and close its pipes."""
         self.stop()
         for file in (self._requests, self._answers, self._mark):
             with suppress(BrokenPipeError):
@@ -134,7 +135,7 @@ class DataWorker:
             self._requests.write(content)
 
     def _receive(self, timeout_s: float) -> None:
-        """Receive the next bytes; a worker that reads another document does not count as hung."""
+        """Receive the next bytes of an answer. A worker that begins to read another document does not count as hung."""
         poll = select.poll()
         poll.register(self._answers, select.POLLIN)
         mark = self.mark
@@ -151,12 +152,12 @@ class DataWorker:
             code = self._process.wait()
             if code < 0:
                 raise _SilentError(f"was ended by {Signals(-code).name}")
-            raise _SilentError(f"ended with exit code {code}; its own last lines say why")
+            raise _SilentError(f"ended with exit code {code}; its last lines of output show why")
         self._held += content
 
 
 class Workers:
-    """Workers of a rank, which make the same rows as `LocalLanes`."""
+    """Data loader workers of a rank, which return the same rows as `LocalLanes`."""
 
     def __init__(
         self,
@@ -178,21 +179,21 @@ class Workers:
         self.members = [self._start(worker) for worker in range(number)]
 
     def rows(self, step: int) -> LaneRows:
-        """Rows of each lane for the next step, and the positions after the rows."""
+        """Rows of each lane for the next step, and the lane positions after these rows."""
         by_lane: LaneRows = {}
         for number in range(len(self.members)):
             by_lane |= self._rows_of(number, step)
         return dict(sorted(by_lane.items()))
 
     def stop(self) -> None:
-        """End the processes, from any thread; a call of `rows` in another thread ends."""
+        """Kill the worker processes; callable from any thread. A call of `rows` in another thread ends."""
         with self._closing:
             self._closed = True
             for worker in self.members:
                 worker.stop()
 
     def close(self) -> None:
-        """End the processes and free their pipes, once no thread calls `rows`."""
+        """Kill the worker processes, and close their pipes; no thread may still call `rows`."""
         self.stop()
         for worker in self.members:
             worker.close()
@@ -217,7 +218,7 @@ class Workers:
             return answer
 
     def _replace(self, number: int, step: int, why: str, failures: int) -> None:
-        """Start a new worker at the positions of the last answer."""
+        """Replace a failed worker by a new one, which begins at the positions of the last received answer."""
         old, policy = self.members[number], self._policy
         state = "it had read no document"
         document = old.mark
@@ -227,9 +228,9 @@ class Workers:
         message = f"{head}, before its rows of step {step + 1}; {state}"
         with self._closing:
             if self._closed or failures > policy.restarts:
-                raise WorkerError(f"{message}. data.worker_restarts={policy.restarts} allows no further one")
+                raise WorkerError(f"{message}. data.worker_restarts={policy.restarts} allows no further replacement")
             standard_error().print(
-                f"WARNING: {message}; a new one goes on after the last row that was taken",
+                f"WARNING: {message}; a new worker continues after the last received row",
                 style="yellow",
                 markup=False,
             )

@@ -1,1 +1,1 @@
-"""Start of a run: environment, torchrun, and files for clusters."""
+"""Launch of a run: environment variables of ranks, the torchrun agent, and job files for clusters."""

@@ -1,4 +1,4 @@
-"""Rendezvous of the agents of a run, the check of its loopback addresses, and its messages for the user."""
+"""Rendezvous of a run's agents: its endpoint, error messages, and a check of the loopback addresses."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 LATE_S = 5.0
-"""Seconds of waiting after which a message names the rendezvous."""
+"""Seconds of waiting for other agents after which a message is printed."""
 
 POLL_S = 1.0
 
 
 @dataclass(frozen=True)
 class AgentRendezvous:
-    """Endpoint on the machine whose agent holds the rendezvous store.
+    """Rendezvous endpoint: the machine and port of the agents' store.
 
     Args:
-        host: Name of the machine; empty: the run has only one machine.
-        patience_s: Seconds that agents wait for one another.
+        host: Name of the machine; empty for a run on one machine.
+        port: Port of the store.
+        patience_s: Seconds that agents wait for each other.
     """
 
     host: str = ""
@@ -30,12 +31,12 @@ class AgentRendezvous:
     patience_s: float = 600.0
 
     def __str__(self) -> str:
-        """Endpoint as on a command line."""
+        """Format the endpoint as NAME:PORT."""
         return f"{self.host}:{self.port}"
 
     @contextmanager
     def announce_wait(self) -> Iterator[None]:
-        """Print a message if the wait inside this context takes long."""
+        """Context that prints a message if its body waits for other agents for more than `LATE_S` seconds."""
         line = f"waiting at {self} for the agents of the other machines, for up to {self.patience_s:g} seconds"
         timer = threading.Timer(LATE_S, print, (line,), {"file": sys.stderr, "flush": True})
         timer.daemon = True
@@ -47,10 +48,10 @@ class AgentRendezvous:
             timer.cancel()
 
     def await_store(self, limit: float) -> bool:
-        """Wait until the lost machine of the store answers again; False if it did not before the limit.
+        """Wait until the machine of the store answers again; return False if it does not answer before the limit.
 
         Args:
-            limit: End of the wait on the clock of `time.monotonic`.
+            limit: Time of `time.monotonic` at which the wait ends.
         """
         while self.host and time.monotonic() < limit:
             with suppress(OSError), socket.create_connection((self.host, self.port), timeout=POLL_S):
@@ -60,16 +61,16 @@ class AgentRendezvous:
 
 
 def unmet(where: str, error: Exception) -> str:
-    """Message for agents that do not find each other: the reason and the way out."""
+    """Error message for agents that cannot connect to each other, with the reason and a remedy."""
     return (
-        f"the agents of the run do not meet at {where}: {reasons(error)}. It must name one of the machines as all "
-        "others know it, with a port that nothing else uses there and no firewall closes; start the same command on "
-        "all of them, and use --rdzv-endpoint NAME:PORT with another port where another program holds it"
+        f"the agents of the run do not meet at {where}: {reasons(error)}. The address must be that of one of the "
+        "machines, reachable from all others, with a port that no other program uses and no firewall blocks; start the "
+        "same command on all machines, and use --rdzv-endpoint NAME:PORT with another port if this port is in use"
     )
 
 
 def reasons(error: Exception) -> str:
-    """First lines of an error and of its causes, in one line."""
+    """Join the first lines of an error and of its causes into one line."""
     causes: list[BaseException] = [error]
     while isinstance(causes[-1].__cause__, Exception):
         causes.append(causes[-1].__cause__)
@@ -77,14 +78,14 @@ def reasons(error: Exception) -> str:
 
 
 LOOPBACK_LIMIT_S = 5.0
-"""Limit for a connection within a machine. It takes microseconds, but a firewall may drop it without an answer."""
+"""Time limit, in seconds, of a connection within the machine, which a firewall may drop without an answer."""
 
 LOOPBACK_ADDRESSES = ("127.0.0.1", "localhost")
-"""Addresses that the agent and the ranks of a run on one machine use."""
+"""Loopback addresses with which the agent and the ranks of one machine connect."""
 
 
 def unreachable(limit_s: float = LOOPBACK_LIMIT_S) -> str:
-    """Reason why processes of this machine do not reach each other, with the way out; empty if they do."""
+    """Error message if processes of this machine cannot connect to each other, with a remedy; empty if they can."""
     address = LOOPBACK_ADDRESSES[0]
     try:
         with socket.create_server((address, 0)) as server:
@@ -95,8 +96,8 @@ def unreachable(limit_s: float = LOOPBACK_LIMIT_S) -> str:
         if isinstance(error, TimeoutError):
             why = f"no answer within {limit_s:g} seconds"
         return (
-            f"the processes of this machine cannot reach each other at {address}: {why}. Ranks on one machine meet "
-            "there; bring the loopback interface up (ip link set lo up), let a firewall pass it, and have /etc/hosts "
-            "name 127.0.0.1 localhost"
+            f"the processes of this machine cannot reach each other at {address}: {why}. Ranks on one machine "
+            "connect there; enable the loopback interface (ip link set lo up), allow it in the firewall, and map "
+            "localhost to 127.0.0.1 in /etc/hosts"
         )
     return ""

@@ -1,6 +1,6 @@
-"""Logs of communication for `recovery.debug=dist`: variables that libraries read as they load, and a file of each rank.
+"""Debug logs of communication for `recovery.debug=dist`: environment variables of libraries, and a log file per rank.
 
-Nothing here costs a run that does not ask for it. With it each collective of torch waits for all its ranks first.
+Without debugging, a run has no extra cost. With debugging, each collective of torch first waits for all its ranks.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _TORCHRUN = "torch 2.9, torch/distributed/run.py"
 
 
 def debug_folder(config: RunConfig) -> Path:
-    """Folder for the logs of communication."""
+    """Folder of a run's debug logs of communication."""
     return config.run.dir / LOGS_DIR / DEBUG_DIR
 
 
 def debug_variables(config: RunConfig, environ: Mapping[str, str], *, neuron: bool) -> tuple[Variable, ...]:
-    """Variables of a rank, with the shell's value where the shell has one; none without `recovery.debug`."""
+    """Environment variables for a rank's debug logs, where values of the shell win; empty without `recovery.debug`."""
     if config.recovery.debug == "off":
         return ()
     variables = [
         Variable(
             "TORCH_DISTRIBUTED_DEBUG",
             "DETAIL",
-            "recovery.debug=dist: before each collective, a monitored barrier names the ranks that do not come, and "
-            "ranks that would run different collectives are told so",
+            "recovery.debug=dist: before each collective, a monitored barrier names missing ranks, and "
+            "ranks with different collectives raise an error",
             _TORCH,
         ),
         Variable("TORCH_SHOW_CPP_STACKTRACES", "1", "an error of torch's C++ has the stack of the call", _STACKS),
@@ -70,7 +70,7 @@ def debug_variables(config: RunConfig, environ: Mapping[str, str], *, neuron: bo
 
 
 def agent_settings(config: RunConfig, environ: Mapping[str, str]) -> tuple[tuple[str, ...], tuple[Variable, ...]]:
-    """Options and variables by which an agent writes the lines of each rank to a file too; none without debugging."""
+    """Options and variables of an agent that also writes each rank's output to a file; empty without debugging."""
     if config.recovery.debug == "off":
         return (), ()
     prefix = Variable(
@@ -80,13 +80,14 @@ def agent_settings(config: RunConfig, environ: Mapping[str, str]) -> tuple[tuple
 
 
 def open_debug_folder(config: RunConfig, *, is_alone: bool) -> str:
-    """Create the folder, which NCCL does not do itself, and return a line about the logs; empty without debugging.
+    """Create the folder of debug logs, which NCCL does not create, and return a log line; empty without debugging.
 
-    The line names the file of each rank, or the reason why ranks have none. Standard error decides: an agent opens it
-    before the rank starts, and nothing can divide it later.
+    The line names the log file of each rank, or the reason why ranks have no log files. An agent must redirect standard
+    error before the rank starts; later it cannot be split by rank.
 
     Args:
-        is_alone: The run has one rank, so that all lines are of this rank.
+        config: Configuration of the run.
+        is_alone: The run has one rank.
     """
     folder = debug_folder(config)
     if config.recovery.debug == "off":

@@ -1,4 +1,4 @@
-"""Environment variables and compiler flags, each with its reason, merged with the variables of a shell."""
+"""Environment variables and compiler flags of a run, each with its reason, merged with those of the shell."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ _SAME_NAME = {"-O": "--optlevel", "-lnc": "--logical-nc-config", "--lnc": "--log
 
 @dataclass(frozen=True)
 class Variable:
-    """An environment variable, or a flag of the compiler.
+    """Environment variable of a run, or flag of the Neuron compiler.
 
     Args:
-        value: Empty for a flag without a value.
-        instead: Way to get another value. A shell with another value is refused with this text; if the text is empty,
-            the shell's value is used.
+        name: Name of the variable or flag.
+        value: Value; empty for a flag without a value.
+        reason: Reason why the run sets the variable.
+        source: Documentation of the variable.
+        instead: Hint for another value. If the shell has another value, the run is refused with this hint; if the hint
+            is empty, the shell's value is used.
     """
 
     name: str
@@ -37,7 +40,7 @@ class Variable:
 
     @property
     def flag(self) -> str:
-        """Flag as the compiler reads it."""
+        """Flag with its value, in the compiler's format."""
         if not self.value:
             return self.name
         return f"{self.name}={self.value}"
@@ -45,14 +48,16 @@ class Variable:
 
 @dataclass(frozen=True)
 class Environment:
-    """Environment of a run on Neuron devices.
+    """Environment variables and compiler flags of a run on Neuron devices.
 
     Args:
-        variables: Environment variables without the compiler's flags.
-        compiler_flags: Flags of the compiler and of the cache around it.
-        barred: Variables and flags that must not have these values; `instead` is the way out.
-        xla: True for PyTorch/XLA, where some variables do harm.
-        passed: Flags that TorchNeuron or a variable of the run passes to the compiler; a shell must not repeat them.
+        sdk: Release of the Neuron SDK.
+        variables: Environment variables without the compiler flags.
+        compiler_flags: Flags of the compiler and of its cache.
+        barred: Variables and flags with forbidden values; `instead` is the hint.
+        xla: True for PyTorch/XLA, where some variables are refused.
+        passed: Flags that TorchNeuron or another variable passes to the compiler; the shell must not repeat them.
+        notes: Notes for the user, such as variables that are left out.
     """
 
     sdk: SdkVersion
@@ -64,7 +69,7 @@ class Environment:
     notes: tuple[str, ...] = ()
 
     def conflicts(self, environ: Mapping[str, str]) -> list[Problem]:
-        """Settings of a shell that contradict the run, each with the way out."""
+        """Return a problem, with a hint, for each setting of the shell that contradicts the run."""
         problems: list[Problem] = []
         if self.xla:
             problems += dead_variables(environ, self.sdk)
@@ -95,7 +100,10 @@ class Environment:
         return problems
 
     def beside(self, environ: Mapping[str, str]) -> tuple[Variable, ...]:
-        """Variables for a child of a shell without conflicts; where the run leaves a choice, the shell's value."""
+        """Environment variables of a child process; where the run allows other values, the shell's value.
+
+        The shell must have no conflicts.
+        """
         chosen = beside(self.variables, environ)
         if not self.xla:
             return chosen
@@ -123,7 +131,7 @@ CUBLAS_WORKSPACE = Variable(
 
 
 def beside(variables: Iterable[Variable], environ: Mapping[str, str]) -> tuple[Variable, ...]:
-    """Variables for a child of a shell; where the shell has a value, that value."""
+    """Environment variables of a child process, with the shell's value for variables that the shell has set."""
     chosen = []
     for variable in variables:
         theirs = environ.get(variable.name, variable.value)
@@ -134,12 +142,12 @@ def beside(variables: Iterable[Variable], environ: Mapping[str, str]) -> tuple[V
 
 
 def _parse(flags: str) -> list[tuple[str, str, str]]:
-    """Canonical name, value and original text of each flag."""
+    """Parse compiler flags; return the canonical name, the value and the original text of each flag."""
     try:
         tokens = shlex.split(flags)
     except ValueError as error:
         raise ConfigError(
-            [Problem(COMPILER_FLAGS, f"{flags} is not split as a shell would: {error}", ORIGIN)]
+            [Problem(COMPILER_FLAGS, f"{flags} cannot be split like a shell command: {error}", ORIGIN)]
         ) from error
     parsed: list[tuple[str, str, str]] = []
     for token in tokens:

@@ -1,6 +1,6 @@
-"""Exit codes of nxtrain's commands: the one table by which agents and clusters decide on a new start.
+"""Exit codes of nxtrain's commands, by which agents and clusters decide about a restart.
 
-Slurm's script, Kubernetes' policies and the table of docs/recovery.md are made from it.
+Slurm's script, Kubernetes' policies and the table of docs/recovery.md are generated from this table.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from nxtrain.common.errors import (
 )
 
 _SIGNALS = tuple(range(129, 193))
-"""Codes of a shell for processes that signals 1 to 64 ended."""
+"""Exit codes of a shell for processes that were ended by signals 1 to 64."""
 
 
 @dataclass(frozen=True)
 class ExitCode:
-    """Kind of end of a command, with its exit codes.
+    """Kind of result of a command, with its exit codes.
 
     Args:
-        restart: Text about the use of a new start.
-        helps: True if the same command may succeed when nothing but the machine or the storage changes.
+        codes: Exit codes.
+        text: Exit codes as text for the documentation.
+        meaning: Meaning of the codes.
+        restart: Advice about a restart.
+        helps: True if a restart of the same command may succeed, for example on another machine.
     """
 
     codes: tuple[int, ...]
@@ -75,14 +78,14 @@ EXIT_CODES = (
         helps=True,
     ),
 )
-"""Every code that a command of nxtrain, or the shell that starts it, ends with."""
+"""Table of all exit codes of nxtrain's commands, and of the shell that starts a command."""
 
 FINAL = frozenset[int]().union(*(kind.codes for kind in EXIT_CODES if not kind.helps)) - {0}
-"""Codes of failures that a new start would repeat. Any other failure is worth a new start."""
+"""Exit codes of failures that a restart would repeat; after any other failure a restart may help."""
 
 SHELL_FUNCTION = f"""\
 is_worth_restart() {{    # docs/recovery.md has the codes
     case $1 in 0 | {" | ".join(map(str, sorted(FINAL)))}) false ;; esac
 }}
 """
-"""Function of a shell script: true for an exit code after which a new start helps."""
+"""Shell function that is true for exit codes after which a restart may help."""

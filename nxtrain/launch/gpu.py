@@ -1,4 +1,4 @@
-"""Variables of ranks on NVIDIA GPUs: torch's allocator, and NCCL between machines; the shell's values win."""
+"""Environment variables of ranks on NVIDIA GPUs, for torch's allocator and NCCL; values of the shell win."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _NCCL = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
 _EFA = "https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-start-nccl.html"
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
-"""Variable of torch's allocator under the name that torch 2.9 to 2.15 read."""
+"""Environment variable of torch's CUDA allocator; torch 2.9 to 2.15 read this name."""
 
 
 RECORDING = Variable(
     "TORCH_FR_BUFFER_SIZE",
     "2000",
-    "torch records the newest collectives of each rank, of which the report of a hang names the late one",
+    "torch records the newest collectives of each rank, so that the report of a hang names the late one",
     "torch 2.9, torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp, which warns of its older name",
 )
 QUIET_TRANSFERS = Variable(
@@ -31,13 +31,13 @@ QUIET_TRANSFERS = Variable(
 NO_END_BY_NCCL = Variable(
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "0",
-    "recovery.in_job=true: a rank that has lost another leaves its groups itself, and torch does not end its process",
+    "recovery.in_job=true: after the loss of a rank, nxtrain ends the groups, and torch must not end the process",
     "torch 2.9, `_abort_process_group` in torch/distributed/distributed_c10d.py",
 )
 
 
 def gpu_variables(config: RunConfig, environ: Mapping[str, str]) -> tuple[Variable, ...]:
-    """Variables of a rank of `backend.name=cuda`; none for other backends."""
+    """Environment variables of a rank of `backend.name=cuda`; empty for other backends."""
     if config.backend.name != ON_GPUS:
         return ()
     variables = [
@@ -60,14 +60,14 @@ def _between_machines(instance: str) -> list[Variable]:
         Variable(
             "NCCL_SOCKET_IFNAME",
             "^docker,lo,veth",
-            "the first contact of machines goes through none of these interfaces, which end at the machine",
+            "NCCL's bootstrap avoids these interfaces, which do not leave the machine",
             _NCCL,
         )
     ]
     machine = INSTANCE_TYPES.get(instance)
     if machine is None or machine.resource != GPU or not machine.efa_devices:
         return variables
-    reason = "libfabric of aws-ofi-nccl takes EFA, and fails where it would fall back to TCP"
+    reason = "libfabric of aws-ofi-nccl uses EFA, and fails instead of falling back to TCP"
     variables.append(Variable("FI_PROVIDER", "efa", reason, _EFA))
     if instance.startswith("p4d"):
         reason = "the network reads and writes the memory of GPUs; later instances do so by themselves"

@@ -28,22 +28,23 @@ from nxtrain.launch.threads import thread_variables
 AGENT = ("-m", "nxtrain.launch.torchrun")
 
 FIRST_NODE = "FIRST_NODE"
-"""Placeholder for the name of the first node, which only the cluster knows."""
+"""Placeholder for the name of the first node, in commands that are rendered before the cluster assigns nodes."""
 
 PORT = 29500
-"""Default port of the rendezvous between machines; torchrun's own default."""
+"""Default port of the rendezvous between machines, equal to torchrun's default."""
 
 MAX_PORT = 65_535
 
 
 @dataclass(frozen=True)
 class Command:
-    """Process to start.
+    """Command line of a training process, with its environment variables.
 
     Args:
-        variables: Environment variables in addition to the inherited ones, each with its reason.
+        argv: Arguments of the process.
+        variables: Environment variables to add, each with its reason.
         about: Notes for a user who starts the command by hand.
-        plan: The checked configuration; None: it has problems.
+        plan: Checked configuration; None if it has problems.
         problems: Reasons why the command cannot run.
     """
 
@@ -55,11 +56,11 @@ class Command:
 
     @property
     def env(self) -> dict[str, str]:
-        """The variables by name."""
+        """Values of the environment variables by name."""
         return {variable.name: variable.value for variable in self.variables}
 
     def __str__(self) -> str:
-        """Shell script of the command."""
+        """Format the command as a shell script, with comments."""
         lines: list[str] = []
         for note in self.about:
             lines += [f"# {line}" for line in note.splitlines()]
@@ -75,10 +76,17 @@ class Command:
 def launch(
     path: Path, overrides: Sequence[str], nproc: int | None, dry_run: bool, first_node: str = "", min_nodes: int = 0
 ) -> None:
-    """Replace this process by the training process, so that signals and the exit code need no relay.
+    """Start the run on this machine by exec: the training process replaces this process.
+
+    So signals and the exit code need no relay.
 
     Args:
+        path: Configuration file.
+        overrides: Values that win over the file's.
+        nproc: Ranks per machine; None for the number that the degrees require.
         dry_run: Only print the environment and the command, even for a configuration that cannot run yet.
+        first_node: Value of --first-node; empty for one machine.
+        min_nodes: Smallest number of machines; 0 for all machines.
 
     Raises:
         ConfigError: The configuration cannot run on that many ranks.
@@ -96,7 +104,7 @@ def launch(
         return
     name = loaded.config.backend.name
     devices = device_support(name, {**os.environ, **command.env})
-    if not devices.ok:  # each rank would find the same, after minutes of imports
+    if not devices.ok:  # each rank would fail in the same way, after minutes of imports
         elsewhere = "--dry-run and --target need no device"
         raise BackendError(f"backend.name={name} cannot run here: {devices.reason}\n    {elsewhere}")
     print(command, flush=True)
@@ -106,42 +114,44 @@ def launch(
 
 
 def rendezvous_address(first_node: str) -> tuple[str, int]:
-    """Name and port of `--first-node NAME[:PORT]`; the port is `PORT` unless given."""
+    """Parse `--first-node NAME[:PORT]`; return the name, and the port or its default `PORT`."""
     name, colon, port = first_node.rpartition(":")
     if not colon:
         name, port = first_node, ""
     if not re.fullmatch(r"[A-Za-z0-9_\[][A-Za-z0-9_.:\]-]*", name):
-        raise ConfigError(f"--first-node {quoted(first_node)}: {quoted(name)} is no machine; write NAME or NAME:PORT")
+        raise ConfigError(
+            f"--first-node {quoted(first_node)}: {quoted(name)} is not the name of a machine; write NAME or NAME:PORT"
+        )
     if colon and not (re.fullmatch(r"[0-9]{1,5}", port) and 0 < int(port) <= MAX_PORT):
-        reason = f"{quoted(port)} is no port, which is 1 to {MAX_PORT}"
+        reason = f"{quoted(port)} is not a port from 1 to {MAX_PORT}"
         raise ConfigError(f"--first-node {quoted(first_node)}: {reason}; write NAME or NAME:PORT")
     return name, int(port or PORT)
 
 
 def ranks_per_node(config: RunConfig, nproc: int | None) -> int:
-    """Number of ranks per machine: `nproc`, or by default the number that the degrees require."""
+    """Number of ranks per machine: `nproc`, or by default the number that the parallel degrees require."""
     return nproc or max(1, _ranks(config) // config.cluster.nodes)
 
 
 def check_nodes(loaded: Loaded, nproc: int | None) -> list[Problem]:
-    """Problem of degrees whose ranks do not divide over the machines; none with `nproc`."""
+    """Return a problem if the ranks of the parallel degrees do not divide over the machines; none with `nproc`."""
     ranks, nodes = _ranks(loaded.config), loaded.config.cluster.nodes
     if nproc is not None or not ranks % nodes:
         return []
-    reason = f"{ranks} ranks, as the degrees ask for, do not divide over {nodes} nodes"
+    reason = f"{ranks} ranks, from the parallel degrees, do not divide over {nodes} nodes"
     return [Problem("cluster.nodes", reason, loaded.origins["cluster.nodes"], "use --nproc or another dp")]
 
 
 def check_elastic(config: RunConfig, min_nodes: int) -> list[Problem]:
-    """Problems of a run that may shrink to `min_nodes` machines; none if `min_nodes` is 0."""
+    """Return the problems of a run that may shrink to `min_nodes` machines; empty if `min_nodes` is 0."""
     nodes, dp = config.cluster.nodes, config.parallel.dp
     if not min_nodes:
         return []
     if min_nodes >= nodes:
-        reason = f"{nodes}, of which --min-nodes={min_nodes} leaves none that may be lost"
+        reason = f"{nodes} machines, but with --min-nodes={min_nodes} no machine may be lost"
         return [Problem("cluster.nodes", reason, hint=f"use cluster.nodes={min_nodes + 1} or more, or no --min-nodes")]
     if dp:
-        reason = f"{dp}, but with --min-nodes the number of replicas follows the machines that are there"
+        reason = f"{dp}, but with --min-nodes the number of replicas depends on the available machines"
         return [Problem("parallel.dp", reason, hint="use parallel.dp=0")]
     return []
 
@@ -156,14 +166,16 @@ def render(
     first_node: str,
     min_nodes: int = 0,
 ) -> Command:
-    """Build the command that trains on this machine, with the problems that keep the run from starting.
+    """Build the command that trains on this machine, with the problems that prevent the start.
 
     Args:
-        loaded: Configuration of `path` and `overrides`.
-        nproc: Number of ranks per machine; None: the number that the degrees require.
-        first_node: With several machines, the name of the one that holds the rendezvous, with `:<port>` unless the
-            port is `PORT`; empty: there is only one machine.
-        min_nodes: Fewest machines with which the run goes on when others are lost; 0: it needs all of them.
+        loaded: Loaded configuration of `path` and `overrides`.
+        path: Configuration file.
+        overrides: Values that win over the file's.
+        nproc: Ranks per machine; None for the number that the parallel degrees require.
+        environ: Environment variables of this process.
+        first_node: With several machines, NAME[:PORT] of the rendezvous; empty for one machine.
+        min_nodes: Smallest number of machines with which the run continues after losses; 0 for all machines.
     """
     config, nodes = loaded.config, loaded.config.cluster.nodes
     neuron = is_neuron(loaded.config)
@@ -179,7 +191,7 @@ def render(
     except ConfigError as error:
         problems += error.problems
     if config.model.hf != loaded.config.model.hf:
-        overrides = [*overrides, f"{KEY}={config.model.hf}"]  # one question to the Hub, and one commit for all ranks
+        overrides = [*overrides, f"{KEY}={config.model.hf}"]  # one request to the Hub, and one commit for all ranks
     about: list[str] = []
     variables: list[Variable] = []
     if neuron:

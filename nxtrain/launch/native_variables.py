@@ -1,12 +1,12 @@
-"""Environment of a run by TorchNeuron, as a pure function of configuration, instance, SDK and known names.
+"""Environment variables of a run on TorchNeuron, a pure function of configuration, instance, SDK and known names.
 
-TorchNeuron itself passes `--model-type transformer --auto-cast=none` to the compiler. It gives each rank the core of
-its local rank and the address of the first rank. The launcher repeats none of these: the text of the compiler's flags
-is part of the key of every compiled graph, so a repeated flag splits a cache that runs could share.
+TorchNeuron passes `--model-type transformer --auto-cast=none` to the compiler. It assigns each rank the core of its
+local rank, and the address of rank 0. The launcher repeats none of these settings, since the text of the compiler flags
+is part of the cache key of every graph: a repeated flag would prevent runs from sharing a cache.
 
 Sources: torch/reference/env-vars.html in https://awsdocs-neuron.readthedocs-hosted.com/en/latest, of SDK 2.33. Pages of
 https://github.com/aws-neuron/aws-neuron-sdk at 81ce03a have no host. A name without a page of AWS is probed: the
-launcher sets the variable only if the installed packages read it.
+launcher sets the variable only if the installed packages contain its name.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from nxtrain.launch.variables import (
 )
 
 Reads = Callable[[str], bool | None]
-"""True if the installed packages read a variable; None if none are installed here."""
+"""Function that returns True if the installed packages read a variable; None if no packages are installed."""
 
 VISIBLE_CORES, GIVEN_CORES = "NEURON_RT_VISIBLE_CORES", "NXTRAIN_VISIBLE_CORES"
-"""Cores that a process may use, for the runtime; and the cores of all ranks, as the shell had them."""
+"""Environment variables with the cores of one process, for the runtime, and of all ranks, as set in the shell."""
 
 FOLDERS = {"graphs": "neff", "HLO": "hlo", "kernels": "nki"}
-"""Folders in compile.cache_dir by what they hold."""
+"""Subfolders of compile.cache_dir by their content."""
 
 _PAGE = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/torch/reference/env-vars.html"
 _PROBED = "the installed torch-neuronx; AWS's pages that nxtrain knows do not name it"
@@ -49,12 +49,14 @@ _PROBED = "the installed torch-neuronx; AWS's pages that nxtrain knows do not na
 def native_environment(
     config: RunConfig, instance: Machine | None, sdk: SdkVersion, locks: PurePath, reads: Reads
 ) -> Environment:
-    """Environment of a configuration under TorchNeuron, without access to `os.environ`.
+    """Build the environment of a run on TorchNeuron, without access to `os.environ`.
 
     Args:
-        instance: Instance type of the machine; None: unknown, and the runtime decides about cores and threads.
-        locks: Folder of locks, on a disk of the machine.
-        reads: Check whether the installed packages read a variable.
+        config: Configuration of the run.
+        instance: Instance type of the machine; None if unknown: the runtime then chooses cores and threads.
+        sdk: Release of the Neuron SDK.
+        locks: Folder of compilation locks, on a disk of the machine.
+        reads: Function that checks if the installed packages read a variable.
     """
     variables = [
         *rounding_variables(config, by_hardware=config.backend.rounding == "hardware"),
@@ -62,14 +64,14 @@ def native_environment(
         Variable(
             NATIVE_CACHE,
             str(config.compile.cache_dir / FOLDERS["graphs"]),
-            "compile.cache_dir: compiled operations and graphs, which a restart of the machine would lose otherwise",
+            "compile.cache_dir: compiled operations and graphs, which a reboot of the machine would otherwise delete",
             _PAGE,
             "unset it and use compile.cache_dir",
         ),
         Variable(
             "TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION",
             "1",
-            "a graph that does not compile ends the run; op by op it would run many times slower without a word",
+            "a graph that does not compile ends the run; op by op it would run many times slower without a warning",
             _PAGE,
             "unset it, or use compile.torch_compile=false to run op by op",
         ),
@@ -93,7 +95,7 @@ def native_environment(
 def rank_variables(
     environ: Mapping[str, str], local_rank: int, local_world: int
 ) -> tuple[list[Variable], list[Problem]]:
-    """Variables that differ between the ranks of a machine, and problems of the cores that the shell shows."""
+    """Environment variables that differ between ranks of a machine, and problems of the shell's visible cores."""
     shown = environ.get(GIVEN_CORES) or environ.get(VISIBLE_CORES, "")
     if not shown:
         if local_world > 1:
@@ -106,7 +108,7 @@ def rank_variables(
             first, _, last = part.strip().partition("-")
             cores += range(int(first), int(last or first) + 1)
     except ValueError:
-        return [], [Problem(VISIBLE_CORES, f"{shown} is no list of cores such as 0-3,8", "environment", "unset it")]
+        return [], [Problem(VISIBLE_CORES, f"{shown} is not a list of cores such as 0-3,8", "environment", "unset it")]
     if len(cores) < local_world:
         reason = f"{shown} shows {len(cores)} cores, but {local_world} ranks of this machine need one each"
         return [], [Problem(VISIBLE_CORES, reason, "environment", f"show {local_world} cores, or unset it")]
@@ -117,11 +119,14 @@ def rank_variables(
 
 @dataclass(frozen=True)
 class _Uncertain:
-    """Variable whose name at most one page documents; it is set only where the installed packages read it.
+    """Environment variable with little documentation, which is set only if the installed packages read it.
 
     Args:
-        names: Names in the order of preference.
-        source: Page that names the first; empty: none.
+        names: Names of the variable, the preferred name first.
+        value: Value of the variable.
+        reason: Reason why the run sets the variable.
+        instead: Hint for another value.
+        source: Page that documents the first name; empty if no page does.
     """
 
     names: Sequence[str]
@@ -131,7 +136,7 @@ class _Uncertain:
     source: str = ""
 
     def variables(self, reads: Reads) -> list[Variable]:
-        """The variable under each name that is read; under its first name if nothing is installed here."""
+        """Return the variable under each name that the packages read; under its first name if none are installed."""
         answers = {name: reads(name) for name in self.names}
         if None in answers.values():
             why = f"{self.reason}; set if torch-neuronx on the instance reads it"
@@ -155,26 +160,26 @@ def _uncertain(config: RunConfig, locks: PurePath) -> list[_Uncertain]:
         _Uncertain(
             ("TORCH_NEURONX_NEFF_CACHE_LOCK_TIMEOUT",),
             first_use_limit(config),
-            "4 x recovery.hang_timeout_s: seconds that ranks wait for the one that compiles their graph",
+            "4 x recovery.hang_timeout_s: seconds that ranks wait for the rank that compiles their graph",
             "unset it and use recovery.hang_timeout_s",
         ),
         _Uncertain(("TORCH_NEURONX_HLO_CACHE_DIR",), str(root / FOLDERS["HLO"]), "lowered graphs", folders),
         _Uncertain(
             ("NKI_COMPILE_CACHE_URL",),
             str(root / FOLDERS["kernels"]),
-            "compiled kernels, apart from those of other releases and users",
+            "compiled kernels, separate from other releases and users",
             folders,
         ),
         _Uncertain(
             ("TORCH_NEURONX_ENABLE_HOST_CC", "NEURON_RT_ENABLE_HOST_CC"),
             "1",
-            "collectives run on a stream of their own, beside the computation",
+            "collectives run on a separate stream, in parallel with the computation",
             source=EXPLORER,
         ),
         _Uncertain(
             ("TORCH_NEURONX_ENABLE_ASYNC_NRT",),
             "1",
-            "the runtime takes work ahead of its end, as collectives beside the computation need",
+            "the runtime queues work asynchronously, so that collectives overlap with the computation",
             source=EXPLORER,
         ),
     ]

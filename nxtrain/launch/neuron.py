@@ -1,4 +1,4 @@
-"""Environment of ranks, set before Python starts: libraries of Neuron devices and OpenMP read it as they load."""
+"""Environment variables of ranks, set before Python starts, since Neuron libraries and OpenMP read them on load."""
 
 from __future__ import annotations
 
@@ -35,10 +35,12 @@ from nxtrain.launch.variables import INSPECT, SOURCES, neuron_environment
 
 @dataclass(frozen=True)
 class Needs:
-    """Requirements of the ranks of a run.
+    """Environment variables that the ranks of a run need on Neuron devices.
 
     Args:
         about: Notes on the instance, the SDK and the sources.
+        variables: Environment variables to set.
+        problems: Reasons why the run cannot start.
     """
 
     about: tuple[str, ...] = ()
@@ -47,18 +49,18 @@ class Needs:
 
 
 def is_neuron(config: RunConfig) -> bool:
-    """True if a run on this machine would use its Neuron devices."""
+    """True if a run with this configuration on this machine uses Neuron devices."""
     return is_native(config) or config.backend.name == "neuron" or (config.backend.name == "auto" and support().ok)
 
 
 def is_native(config: RunConfig) -> bool:
-    """True if a run on this machine would use its Neuron devices through TorchNeuron."""
+    """True if a run with this configuration on this machine uses Neuron devices through TorchNeuron."""
     name = config.backend.name
     return name == "neuron-native" or (name == "auto" and not support().ok and torchneuron.support().ok)
 
 
 def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Needs:
-    """Requirements of a run that is started with the given variables."""
+    """Return the environment variables that a run needs on Neuron devices, given the shell's variables."""
     instance = machine_of(config)
     native = is_native(config)
     if instance is None and (config.cluster.instance or not native):
@@ -107,10 +109,10 @@ def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Need
 
 
 def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local_world: int) -> None:
-    """Re-execute this rank with its missing variables; a rank started by `nxtrain launch` lacks none.
+    """Re-execute this rank if environment variables are missing, which `nxtrain launch` would have set.
 
-    The process keeps its pid, so an agent above it sees no change. Without a Neuron device only the variables of
-    threads and of `recovery.debug` can be missing, since the backend reports the missing device with more detail.
+    The process keeps its pid, so its agent sees no change. Without a Neuron device only variables of threads, GPUs and
+    `recovery.debug` are added, since the backend reports the missing device with more detail.
 
     Raises:
         ConfigError: The variables contradict the run.
@@ -133,9 +135,9 @@ def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local
 def reexec_for_inference(
     shape: tuple[ModelFamily, ModelConfig] | None, tokens: int, environ: Mapping[str, str], local_world: int
 ) -> None:
-    """Re-execute a rank that generates or evaluates with the variables of threads that it lacks.
+    """Re-execute a rank of `nxtrain generate` or `nxtrain eval` if its thread variables are missing.
 
-    Nothing happens on the host of a Neuron device.
+    The call does nothing on hosts with Neuron devices.
     """
     if support().ok or torchneuron.support().ok:
         return
@@ -143,7 +145,7 @@ def reexec_for_inference(
 
 
 def _reexec(variables: Iterable[Variable], environ: Mapping[str, str]) -> None:
-    """Re-execute this process with variables; nothing happens if the process has them."""
+    """Re-execute this process with environment variables, unless it has them already."""
     complete = {**environ, **{variable.name: variable.value for variable in variables}}
     if complete != environ:
         give_output_back()
@@ -151,7 +153,7 @@ def _reexec(variables: Iterable[Variable], environ: Mapping[str, str]) -> None:
 
 
 def _missing_on_neuron(config: RunConfig, environ: Mapping[str, str], local_world: int) -> list[Variable]:
-    # Number of machines that torchrun joined: fewer after a loss, or one although the configuration has several.
+    # Number of machines that torchrun joined: fewer after a loss, or one although the configuration has more.
     nodes = int(environ.get("GROUP_WORLD_SIZE", config.cluster.nodes))
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": nodes})})
     wanted = needs(config, environ, local_world)
@@ -167,10 +169,17 @@ def _missing_on_neuron(config: RunConfig, environ: Mapping[str, str], local_worl
 
 
 def reexec_on_cores(cores: str, environ: Mapping[str, str], local_rank: int, local_world: int) -> None:
-    """Re-execute this rank with its core of a list; nothing happens once the variables are set.
+    """Re-execute this rank on its Neuron core of a list, unless its variables are set already.
 
     Args:
         cores: Neuron cores of all ranks of this machine, such as `0-3,8`.
+        environ: Environment variables of this process.
+        local_rank: Local rank of this process, its index in the list.
+        local_world: Number of ranks of this machine.
+
+    Raises:
+        BackendError: This machine has no Neuron devices.
+        ConfigError: The list is invalid or too short.
     """
     lanes = [support(), torchneuron.support()]
     if not any(lane.ok for lane in lanes):
@@ -183,7 +192,7 @@ def reexec_on_cores(cores: str, environ: Mapping[str, str], local_rank: int, loc
 
 
 def machine_of(config: RunConfig) -> Machine | None:
-    """Machine of a run: the configured one, or this machine; None if nxtrain does not know it."""
+    """Return the instance type of a run: the configured type, or this machine's; None if nxtrain does not know it."""
     named, here = config.cluster.instance, this_machine()
     if not named or (here is not None and here.name == named):
         return here
@@ -193,7 +202,7 @@ def machine_of(config: RunConfig) -> Machine | None:
 def attention_of(
     config: RunConfig, instance: Machine | None, sdk: SdkVersion | None, distributed: Package | None
 ) -> AttentionChoice | None:
-    """Attention that ranks on an instance choose; None if the model's configuration is wrong."""
+    """Choose the attention kernel on an instance with PyTorch/XLA; None if the model's configuration is invalid."""
     shape, chosen = _shape_of(config), config.backend
     if shape is None:
         return None
@@ -201,7 +210,7 @@ def attention_of(
 
 
 def announced_attention(config: RunConfig, backend: str, environ: Mapping[str, str]) -> AttentionChoice | None:
-    """Choice of attention that a run on this machine would announce; None if there is none, or the model is invalid."""
+    """Return the attention kernel that a run on this machine would choose; None without a choice or a valid model."""
     shape, wanted = _shape_of(config), config.backend.attention
     if shape is None:
         return None
@@ -215,7 +224,7 @@ def announced_attention(config: RunConfig, backend: str, environ: Mapping[str, s
 
 
 def experts_of(config: RunConfig, instance: Machine | None, sdk: SdkVersion | None) -> ExpertChoice | None:
-    """Products of experts that ranks on an instance choose; None: the model has no experts, or is wrong."""
+    """Choose the expert kernels of ranks on an instance; None if the model has no experts, or is invalid."""
     dimensions = _dimensions_of(config)
     shape = None if dimensions is None else ExpertShape.of(config, dimensions)
     if shape is None:
@@ -252,7 +261,7 @@ def _unknown(name: str) -> Problem:
 
 
 def check_machine(config: RunConfig, machine: Machine, *, native: bool) -> list[Problem]:
-    """Problems of a Trainium instance that TorchNeuron or several machines cannot use."""
+    """Return the problems of a Trainium instance that TorchNeuron, or a run on several machines, cannot use."""
     problems = []
     if native and machine.target in FIRST_GENERATION:
         reason = f"{machine.name} has chips of the first generation, and TorchNeuron is for Trn2 and Trn3 only"

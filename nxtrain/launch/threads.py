@@ -1,4 +1,4 @@
-"""Threads of a rank on the host: their number follows the work of the model, and they sleep while they wait."""
+"""OpenMP threads of a rank: their number depends on the model's operations, and waiting threads sleep."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ THREADS = "OMP_NUM_THREADS"
 WAITING = "OMP_WAIT_POLICY"
 
 BLOCK_OPS_PER_THREAD = 128_000_000
-"""Operations of a block's forward pass that are worth a thread.
+"""Floating point operations of a block's forward pass for which one more thread pays off.
 
-A block has four products. With this number each takes a thread some 0.5 ms, at the 70 Gflop/s of a core of an AMD EPYC
-in float32. To wake a thread and to wait for it took 0.03 to 0.06 ms there, for each product.
+A block has four matrix products. With this number each product takes a thread about 0.5 ms, at the 70 Gflop/s of an AMD
+EPYC core in float32. Waking a thread and waiting for the thread took 0.03 to 0.06 ms per product.
 """
 
 READ_TOKENS = 8
-"""Tokens whose products take as long as the read of the weights.
+"""Number of tokens whose matrix products take as long as reading the weights from memory.
 
-A core of an AMD EPYC reads 20 GB/s, and multiplies 70 Gflop/s in float32: the products of one token with matrices that
-no cache holds took the time of 7.2 tokens.
+An AMD EPYC core reads 20 GB/s, and computes 70 Gflop/s in float32. The products of one token with matrices outside of
+the cache took the time of 7.2 tokens.
 """
 
 _OPENMP = "https://www.openmp.org/spec-html/5.2/openmpse61.html"
@@ -35,13 +35,16 @@ _OPENMP = "https://www.openmp.org/spec-html/5.2/openmpse61.html"
 def thread_variables(
     config: RunConfig, environ: Mapping[str, str], num_ranks: int, *, neuron: bool = False
 ) -> tuple[Variable, ...]:
-    """Variables of OpenMP that the shell of a rank lacks; a value of the shell is never changed.
+    """OpenMP environment variables for a training rank, without the variables that the shell has set.
 
     Args:
-        neuron: The run uses Neuron devices, for whose hosts nobody has measured another way to wait.
+        config: Configuration of the run.
+        environ: Environment variables of the shell.
+        num_ranks: Ranks of this machine.
+        neuron: The run uses Neuron devices, on whose hosts no wait policy was measured; the policy is not set.
     """
     busy = 1
-    with suppress(ConfigError):  # the check of the configuration reports it
+    with suppress(ConfigError):  # the check of the configuration reports the error
         costs = family_of(config).dimensions(resolve_model(config)).layer_costs(config.train.seq_len)
         tokens = config.train.micro_batch * config.train.seq_len // config.parallel.cp
         busy = max(1, costs.block * tokens // (config.parallel.tp * BLOCK_OPS_PER_THREAD))
@@ -51,11 +54,13 @@ def thread_variables(
 def inference_variables(
     shape: tuple[ModelFamily, ModelConfig] | None, tokens: int, environ: Mapping[str, str], num_ranks: int
 ) -> tuple[Variable, ...]:
-    """Variables of OpenMP that a rank lacks when it generates or evaluates; see `thread_variables`.
+    """OpenMP environment variables for a rank that generates or evaluates; see `thread_variables`.
 
     Args:
-        shape: Family and shape of the model; None: unknown, and a rank takes its share of the cores.
-        tokens: Tokens that a rank computes at once.
+        shape: Family and configuration of the model; None if unknown: a rank then uses its share of the cores.
+        tokens: Tokens that a rank computes in one forward pass.
+        environ: Environment variables of the shell.
+        num_ranks: Ranks of this machine.
     """
     busy = num_cores()
     if shape is not None:
@@ -66,24 +71,24 @@ def inference_variables(
 
 
 def num_cores() -> int:
-    """Cores that this process may use, if known: a cluster often grants only some cores of the machine."""
+    """Number of cores that this process may use; a cluster may grant only some cores of the machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _variables(busy: int, environ: Mapping[str, str], num_ranks: int, *, neuron: bool = False) -> tuple[Variable, ...]:
-    """Variables for a number of threads that the work keeps busy; a value of the shell is never changed."""
+    """OpenMP environment variables for at most `busy` threads, without the variables that the shell has set."""
     variables: list[Variable] = []
     threads = environ.get(THREADS, "")
     if not threads:
         share = max(1, num_cores() // num_ranks)
-        reason = "ranks that each take all cores slow one another down many times over"
+        reason = "ranks that each use all cores slow each other down many times"
         if busy < share:
             reason = f"a block of this model keeps no more threads busy, and the rank's share is {share}"
         threads = str(min(busy, share))
         variables.append(Variable(THREADS, threads, reason))
     if threads != "1" and not neuron and WAITING not in environ and "GOMP_SPINCOUNT" not in environ:
-        reason = "threads that wait sleep; else they take the cores from whoever has work"
+        reason = "waiting threads sleep; otherwise they take cores from threads with work"
         variables.append(Variable(WAITING, "passive", reason, _OPENMP))
     return tuple(variables)

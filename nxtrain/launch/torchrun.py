@@ -1,12 +1,12 @@
-"""torchrun with the exit code of the failed rank, where torchrun itself always exits with 1.
+"""Elastic agent of nxtrain: torchrun that exits with the failed rank's exit code, where torchrun always exits with 1.
 
-It restarts ranks as torchrun does, but not after errors that every start would repeat, such as a mistake in the
-configuration or a graph that was not compiled. `--max-restarts` is for failing machines, and its count starts over once
-a run got further than before. After a rank fails, the others get time to report the cause before they are killed. A
-stop signal goes to all ranks; they get time to save and exit with 75, as does this program. On several machines, an
-agent that has lost the agent with the store waits for its restart, and the run goes on.
+The agent restarts ranks like torchrun, but not after errors that every start would repeat, such as an invalid
+configuration or a graph that was not compiled. The count of `--max-restarts` is reset once a run gets further than
+before. After a rank fails, the others get time to report the cause before they are killed. A stop signal is sent to all
+ranks, which get time to save and exit with 75, like the agent. On several machines, an agent that has lost the agent
+with the store waits for its restart, and the run continues.
 
-This is a program, not a library: the one module of this package that imports torch. It takes torchrun's options, as in
+This module is a program, and the only module of this package that imports torch. It takes torchrun's options, as in
 `python -m nxtrain.launch.torchrun --nproc-per-node=2 -m nxtrain train CONFIG`.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 # ruff: noqa: E402
 # isort: off
-# First of all: torch takes seconds to import, in which a request for stacks would end the process.
+# Before torch, whose import takes seconds, in which a request for stacks would end the process.
 from nxtrain.common.process import garbage, stacks
 
 stacks.answer_requests()
@@ -68,38 +68,38 @@ from nxtrain.metrics.start_log import last_step
 STOPPED = StoppedBySignal.exit_code
 
 LOST = 1
-"""Exit code of an agent that lost the other agents for good: as after a crash, the same command may help."""
+"""Exit code of an agent that lost the other agents permanently; as after a crash, a restart may help."""
 
 PORT = 29400
-"""Default port of torchrun's endpoints."""
+"""Default port of torchrun's rendezvous endpoints."""
 
 NOTICE_S = 1.0
-"""Time in which ranks whose host waits for a lost rank notice the loss themselves."""
+"""Seconds in which ranks notice the loss of a rank by themselves, if their host waits for that rank."""
 
 LAST_WORDS_S = 5.0
-"""Time that the other ranks get after a rank failed, to name the lost rank and to exit by themselves."""
+"""Seconds that the other ranks get after the failure of a rank, to report the lost rank and to exit."""
 
 ENDING_S = 1.0
-"""Time from SIGTERM to SIGKILL for ranks of a failed start; the saved state is valid whenever they are killed."""
+"""Seconds from SIGTERM to SIGKILL for ranks of a failed start; saved state is valid at any time of the kill."""
 
 REPEAT_S = 1.0
-"""Seconds within which a second signal counts as the same request."""
+"""Seconds within which a second stop signal counts as the same request."""
 
 IGNORED = [number for number in STOPPING if signal.getsignal(number) is signal.SIG_IGN]
-"""Stop signals that the parent process ignores, as with `nohup`; ranks inherit this."""
+"""Stop signals that the parent process ignores, as with `nohup`; ranks also ignore them."""
 
 
 class RankProcesses(SubprocessContext):
-    """Rank processes of this node; after a failure they end sooner than torch's 30 seconds."""
+    """Rank processes of this node; after a failure they are killed sooner than after torch's 30 seconds."""
 
     @property
     def processes(self) -> list[Popen[bytes]]:
-        """Processes of all ranks of this node."""
+        """Processes of all ranks on this node."""
         return [handler.proc for handler in self.subprocess_handlers.values()]
 
     @property
     def alive(self) -> list[Popen[bytes]]:
-        """Processes that are running."""
+        """Rank processes that are still running."""
         return [process for process in self.processes if process.poll() is None]
 
     def _start(self) -> None:
@@ -107,7 +107,7 @@ class RankProcesses(SubprocessContext):
         super()._start()
 
     def replace(self, ranks: Collection[int], start: int) -> None:
-        """Start some ranks of this node again, as ranks of a start; the others keep their processes."""
+        """Replace the processes of lost ranks by new processes of a start; other ranks keep their processes."""
         self._ignore()
         for rank in ranks:
             self.envs[rank][RESTARTS] = str(start)
@@ -128,7 +128,7 @@ class RankProcesses(SubprocessContext):
             signal.signal(number, signal.SIG_IGN)
 
     def _close(self, death_sig: signal.Signals, timeout: float = ENDING_S) -> None:
-        # After a final error of one rank the others could only report its consequences.
+        # After a final error of one rank, the other ranks could only report its consequences.
         numbers = [signal.SIGTERM, signal.SIGKILL]
         if FINAL.intersection(process.poll() for process in self.processes):
             numbers = [signal.SIGKILL]
@@ -143,13 +143,13 @@ class RankProcesses(SubprocessContext):
 
 
 class Agent(LocalElasticAgent):
-    """Elastic agent that restarts ranks except after a final error, and lets them save after a stop signal.
+    """Elastic agent that restarts ranks except after a final error, and lets ranks save after a stop signal.
 
     Attributes:
-        recovery: Recovery settings with the time that ranks may take to stop, set before the agent is created.
-        logs: Folder with the log of the run's starts; None: there is none.
+        recovery: Recovery settings, set before the agent is created.
+        logs: Folder with the log of the run's starts; None without a log.
         meeting: Rendezvous with the agents of other machines.
-        stop: The stop signal that was received; 0: none.
+        stop: Number of the received stop signal; 0 for none.
         starts: Number of times that agents of this process have started ranks.
     """
 
@@ -177,7 +177,7 @@ class Agent(LocalElasticAgent):
         signal.signal(signal.SIGUSR2, lambda number, frame: self._send(number))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Ask the ranks to stop; a second signal ends them at once."""
+        """Handle a stop signal: request all ranks to stop; a second signal kills them soon."""
         now = time.monotonic()
         if not self.stop:
             Agent.stop = number
@@ -200,7 +200,7 @@ class Agent(LocalElasticAgent):
         return []
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        # torch's agents would reuse the store of the first start for all starts, with the keys of the earlier ranks.
+        # torch's agents would reuse the store of the first start for all starts, with the keys of earlier ranks.
         handler = worker_group.spec.rdzv_handler
         if isinstance(handler, DynamicRendezvousHandler):
             handler._bootstrap_store_info = None
@@ -219,7 +219,7 @@ class Agent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _count_restart(self) -> None:
-        """Count a restart that no failed rank caused; torch counts only restarts after a failure of a rank."""
+        """Count a restart that was not caused by a failed rank, which torch does not count."""
         self._worker_group.spec.max_restarts += 1
 
     def _invoke_run(self, *args: Any, **kwargs: Any) -> RunResult:
@@ -252,9 +252,12 @@ class Agent(LocalElasticAgent):
         return result
 
     def _replace(self, worker_group: WorkerGroup) -> bool:
-        """Start the lost ranks again while the others keep their processes; False: torch's agent judges the ranks.
+        """Replace lost ranks by new processes while survivors keep theirs (`recovery.in_job`).
 
-        The living ranks must report first that they have left their process groups and keep their state.
+        Survivors must first report that they have left their process groups.
+
+        Returns:
+            True if the ranks are replaced; False if torch's agent must handle the failure.
         """
         processes, is_wanted = self._pcontext, self.recovery.in_job and not self.meeting.host
         if not (is_wanted and isinstance(processes, RankProcesses) and any(self._codes())):
@@ -274,7 +277,7 @@ class Agent(LocalElasticAgent):
                 return False
             if replacement.have_reported(living):
                 break
-            if time.monotonic() > tell_at:  # a GPU waits for a lost rank without a word
+            if time.monotonic() > tell_at:  # a GPU waits for a lost rank without an error
                 failure.publish(f"lost ranks: {spans([rank for rank, code in enumerate(codes) if code])}")
                 tell_at = limit
             time.sleep(LOOK_S)
@@ -290,7 +293,7 @@ class Agent(LocalElasticAgent):
         return True
 
     def _regain(self, worker_group: WorkerGroup) -> None:
-        """Restore the budget of restarts if the run got further than at the last failure."""
+        """Reset the count of restarts if the run got further than at the last failure."""
         reached = self._reached()
         if reached > self._furthest:
             # The limit grows together with the remaining restarts, since ranks derive their restart count from both.
@@ -310,7 +313,7 @@ class Agent(LocalElasticAgent):
         return []
 
     def _let_stop(self) -> None:
-        """Wait for ranks that are about to stop because this agent or one of them received a stop signal."""
+        """Wait until all ranks stop after a stop signal to this agent or a rank; kill them after the grace period."""
         while self._alive():
             codes = self._codes()
             if not self.stop and STOPPED not in codes:
@@ -328,9 +331,9 @@ class Agent(LocalElasticAgent):
             time.sleep(0.05)
 
     def _let_speak(self) -> None:
-        """Give the other ranks time to report after a failure, since torch ends them as soon as it sees one.
+        """Wait after a failure until the other ranks have reported, since torch kills them as soon as one fails.
 
-        After a final error there is no wait: the failed rank reports its cause, and the others only consequences.
+        After a final error there is no wait, since the other ranks only report consequences.
         """
         limit = time.monotonic() + LAST_WORDS_S
         while time.monotonic() < limit:
@@ -341,7 +344,7 @@ class Agent(LocalElasticAgent):
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """False for the log record of a rank that "failed" by a stop: torch's agent knows only 0 and failures."""
+    """Log filter: False for records of torch's agent about ranks that ended by a requested stop, not by a failure."""
     stops = {STOPPED}
     if Agent.stop:
         stops = {STOPPED, -Agent.stop, -signal.SIGTERM}
@@ -350,7 +353,7 @@ def is_news(record: logging.LogRecord) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the ranks of this node under torch's elastic agent and return the exit code."""
+    """Run the ranks of this node under the elastic agent; return the exit code."""
     garbage.settle()
     logging.getLogger(multiprocessing.api.__name__).addFilter(is_news)
     options = run.parse_args(argv)
@@ -382,7 +385,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(options: Namespace) -> int | None:
-    """Run the ranks under an agent and return the exit code; None: the agent that holds the store is lost."""
+    """Run the ranks under an agent; return the exit code, or None if the agent with the store is lost."""
     try:
         run.run(options)
     except ChildFailedError as error:
@@ -416,7 +419,7 @@ def _run(options: Namespace) -> int | None:
 
 
 def _configure(options: Namespace) -> None:
-    """Read the agent's settings from the run's configuration; other programs get the defaults."""
+    """Read the agent's settings from the run's configuration; programs other than nxtrain get the defaults."""
     if options.rdzv_backend == "c10d" and not options.standalone:
         host, port = parse_rendezvous_endpoint(options.rdzv_endpoint, default_port=PORT)
         patience_s = _parse_rendezvous_config(options.rdzv_conf).get("join_timeout", AgentRendezvous.patience_s)
@@ -430,10 +433,10 @@ def _configure(options: Namespace) -> None:
 
 
 def blame(exit_codes: Sequence[int]) -> int:
-    """Most informative exit code: one of nxtrain's, else a crash, else a signal as a shell counts it.
+    """Choose the most informative exit code of all ranks: nxtrain's own codes, then crashes, then signals.
 
-    Ranks that lose a peer crash (1) or are killed (negative) at nearly the same moment as the rank that knows the
-    cause. The code of a rank that stopped as requested is least informative.
+    Ranks that lose a peer crash (1) or are killed (negative) at nearly the same time as the rank that knows the cause.
+    The code of a requested stop is the least informative. A signal is returned as 128 plus its number.
     """
     own_codes = [code for code in exit_codes if code > 1 and code != STOPPED]
     crashed = [code for code in exit_codes if code > 0 and code != STOPPED]

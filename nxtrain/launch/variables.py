@@ -1,7 +1,7 @@
-"""Environment of a run by PyTorch/XLA on Neuron devices, as a pure function of configuration, instance and SDK.
+"""Environment variables of a run with PyTorch/XLA on Neuron devices, by configuration, instance and SDK.
 
 Sources without a host are pages of https://github.com/aws-neuron/aws-neuron-sdk at 81ce03a. HLAT, at 110d8ad, has the
-scripts of AWS's own runs on up to 4096 chips.
+scripts of AWS's runs on up to 4096 chips.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.launch.environment import CACHE, Environment, Variable
 
 SOURCES = "https://github.com/aws-neuron/aws-neuron-sdk"
-"""Repository of the sources that are given without a host."""
+"""Repository of all sources that are given without a host name."""
 
 ROUNDING = "NEURON_RT_STOCHASTIC_ROUNDING_EN"
 
 INSPECT = "NEURON_RT_INSPECT_ENABLE"
-"""Variable with which the runtime profiles a whole process."""
+"""Environment variable that makes the Neuron runtime profile the whole process."""
 
 EXPLORER = "tools/neuron-explorer/environment-variables.rst"
 ENVVARS = "archive/nxd-training/torch-neuron-envvars.rst"
@@ -37,10 +37,13 @@ _NXD_LOGGER = f"{_NXD}/utils/logger.py"
 
 
 def neuron_environment(config: RunConfig, instance: Machine, sdk: SdkVersion, *, flash: bool = False) -> Environment:
-    """Environment of a configuration on an instance under a release of the SDK, without access to `os.environ`.
+    """Build the environment of a run with PyTorch/XLA on Neuron devices, without access to `os.environ`.
 
     Args:
-        flash: True if attention is NKI's kernel.
+        config: Configuration of the run.
+        instance: Instance type of the machines.
+        sdk: Release of the Neuron SDK.
+        flash: The run uses NKI's flash attention kernel.
     """
     flags = _compiler_flags(config, instance, flash=flash)
     barred: tuple[Variable, ...] = ()
@@ -53,7 +56,7 @@ _BESIDE_FLASH = (
     Variable(
         "--distribution-strategy",
         "llm-training",
-        "may not stand beside NKI kernels, and attention is one",
+        "must not be combined with NKI kernels, but attention is an NKI kernel",
         f"{_NXD_TRAINING}, 1.2.0",
         "leave it out, or use backend.attention=plain",
     ),
@@ -77,7 +80,7 @@ def _compiler_flags(config: RunConfig, instance: Machine, *, flash: bool) -> lis
         Variable(
             "--auto-cast",
             "none",
-            "the types of [precision] hold; compilers differ in their default",
+            "the types of [precision] are kept; the default differs between compilers",
             COMPILER,
             "leave it out and choose the types in [precision]",
         ),
@@ -85,15 +88,15 @@ def _compiler_flags(config: RunConfig, instance: Machine, *, flash: bool) -> lis
         Variable(
             "--retry_failed_compilation",
             "",
-            "a failure that the cache remembers, such as one for want of host memory, is tried again",
+            "a compilation that failed before, such as for lack of host memory, is tried again",
             "about-neuron/arch/neuron-features/neuron-caching.rst",
         ),
     ]
     if instance.physical_cores > 1:
-        reason = f"graphs for cores of {instance.physical_cores} physical ones, as the runtime has them"
+        reason = f"graphs for logical cores of {instance.physical_cores} physical cores, as in the runtime"
         flags.append(Variable("--logical-nc-config", str(instance.physical_cores), reason, _LOGICAL_CORES))
     if config.model.preset.startswith("llama2") and not flash:
-        reason = "AWS keeps it for Llama 2, found other models slower with it, and bars it beside NKI kernels"
+        reason = "AWS uses it for Llama 2, measured other models slower with it, and forbids it with NKI kernels"
         source = f"{_NXD_TRAINING}, 1.1.0 and 1.2.0"
         flags.append(Variable("--distribution-strategy", "llm-training", reason, source))
     return flags
@@ -104,7 +107,7 @@ def _variables(config: RunConfig, instance: Machine, sdk: SdkVersion) -> list[Va
         Variable(
             "PJRT_DEVICE",
             "NEURON",
-            "without it torch-xla takes the CPU where it finds no Neuron library, with no more than a warning",
+            "otherwise torch-xla uses the CPU if it finds no Neuron library, with a warning only",
             "https://github.com/pytorch/xla/blob/v2.9.0/torch_xla/runtime.py",
             "unset it, or use backend.name=xla",
         ),
@@ -117,7 +120,7 @@ def _variables(config: RunConfig, instance: Machine, sdk: SdkVersion) -> list[Va
             "unset it",
         ),
         Variable(
-            "NEURON_FUSE_SOFTMAX", "1", "one operation that the compiler knows for softmax", f"{ENVVARS}, {_HLAT}"
+            "NEURON_FUSE_SOFTMAX", "1", "softmax is one operation, which the compiler knows", f"{ENVVARS}, {_HLAT}"
         ),
         execution_limit(config),
         Variable(
@@ -134,38 +137,39 @@ def _variables(config: RunConfig, instance: Machine, sdk: SdkVersion) -> list[Va
         in_flight = str(config.backend.in_flight)
         variables.append(Variable("NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS", in_flight, reason, RUNTIME))
     if config.backend.layers != "native":
-        reason = "each rank of NeuronX Distributed lists every group of the world at its own default, info"
+        reason = "at its default, info, each rank of NeuronX Distributed logs every process group of the world"
         variables.append(Variable("NXD_LOG_LEVEL", "warning", reason, _NXD_LOGGER))
     variables += logical_cores(instance)
     if instance.name == "trn1.2xlarge":
-        reason = "little host memory: a graph that did not compile beside others is tried alone"
+        reason = "little host memory: a graph that failed to compile in parallel is tried alone"
         variables.append(Variable("NEURON_PARALLEL_COMPILE_MAX_RETRIES", "1", reason, ENVVARS))
     return [*variables, *_profile_variables(config), *network_variables(config, instance)]
 
 
 def rounding_variables(config: RunConfig, *, by_hardware: bool) -> list[Variable]:
-    """Variables of the hardware's rounding.
+    """Environment variables of the hardware's stochastic rounding.
 
     Args:
-        by_hardware: The hardware rounds at random where `precision.update` asks for it.
+        config: Configuration of the run.
+        by_hardware: The hardware does the stochastic rounding of `precision.update=bf16_stochastic`.
     """
     stochastic = by_hardware and config.precision.update == "bf16_stochastic"
-    reason = f"precision.update={config.precision.update} is made for rounding to nearest"
+    reason = f"precision.update={config.precision.update} needs rounding to nearest"
     if stochastic:
-        reason = "the hardware rounds every cast to bf16 at random, as precision.update=bf16_stochastic asks"
+        reason = "the hardware rounds every cast to bf16 stochastically, for precision.update=bf16_stochastic"
     elif config.precision.update == "bf16_stochastic":
-        reason = "nxtrain rounds at random itself, by keys that do not depend on the layout, so the hardware must not"
+        reason = "nxtrain rounds stochastically itself, by keys independent of the layout, so the hardware must not"
     rounding = Variable(
         ROUNDING,
         str(int(stochastic)),
         reason,
         ENVVARS,
-        "unset it; precision.update=bf16_stochastic alone rounds at random, and backend.rounding says by which bits",
+        "unset it; precision.update=bf16_stochastic enables stochastic rounding, and backend.rounding its generator",
     )
     seed = Variable(
         "NEURON_RT_STOCHASTIC_ROUNDING_SEED",
         str(config.run.seed),
-        "run.seed on every rank, so that copies of a parameter round alike and a run repeats",
+        "run.seed on every rank, so that replicas of a parameter round equally and a run is reproducible",
         ENVVARS,
         "unset it and use run.seed",
     )
@@ -175,7 +179,7 @@ def rounding_variables(config: RunConfig, *, by_hardware: bool) -> list[Variable
 
 
 def _profile_variables(config: RunConfig) -> list[Variable]:
-    """Variables of the runtime's profile, which covers a whole process: it starts before the first step is known."""
+    """Environment variables of the Neuron runtime's profile, which covers the whole process."""
     if not config.metrics.profile_steps:
         return []
     ranks = ", ".join(map(str, config.metrics.profile_ranks))
@@ -184,14 +188,14 @@ def _profile_variables(config: RunConfig) -> list[Variable]:
         Variable(
             INSPECT,
             "1",
-            f"metrics.profile_steps: a profile by the runtime, from start to end of the run; of metrics.profile_ranks "
-            f"{ranks} only, since other ranks set 0",
+            f"metrics.profile_steps: a profile by the runtime of the whole run; other ranks than metrics.profile_ranks "
+            f"{ranks} set 0",
             EXPLORER,
         ),
         Variable(
             "NEURON_RT_INSPECT_OUTPUT_DIR",
             str(folder),
-            "run.dir: files for Neuron Explorer, beside the profiles of the hosts",
+            "run.dir: files for Neuron Explorer, next to the profiles of the hosts",
             EXPLORER,
             "unset it and use run.dir",
         ),
@@ -205,24 +209,24 @@ def _profile_variables(config: RunConfig) -> list[Variable]:
 
 
 def execution_limit(config: RunConfig) -> Variable:
-    """Variable with the runtime's time limit: a graph waits in its first collective for ranks that still compile it."""
+    """Environment variable with the runtime's time limit of a graph, which may wait for ranks that still compile."""
     return Variable(
         "NEURON_RT_EXEC_TIMEOUT",
         first_use_limit(config),
-        "4 x recovery.hang_timeout_s: seconds until work fails that waits for a rank which may be compiling",
+        "4 x recovery.hang_timeout_s: seconds until a graph fails that waits for a rank, which may be compiling",
         RUNTIME,
         "unset it and use recovery.hang_timeout_s",
     )
 
 
 def first_use_limit(config: RunConfig) -> str:
-    """Whole seconds of the hang limit while graphs compile."""
+    """Hang limit while graphs may compile, in whole seconds, as text."""
     return str(math.ceil(first_use_limit_s(config.recovery.hang_timeout_s)))
 
 
 def host_variables(instance: Machine) -> list[Variable]:
-    """Variables that share the host's memory and threads among its ranks."""
-    arenas = "host memory: glibc makes up to 8 arenas per core, each with memory of its own"
+    """Environment variables that divide the host's memory and threads among its ranks."""
+    arenas = "host memory: glibc creates up to 8 arenas per core, each with its own memory"
     threads = instance.host_threads // instance.devices
     return [
         Variable("MALLOC_ARENA_MAX", "64", arenas, "HLAT"),
@@ -231,17 +235,17 @@ def host_variables(instance: Machine) -> list[Variable]:
 
 
 def logical_cores(instance: Machine) -> list[Variable]:
-    """Variables with the number of physical cores in each logical one."""
+    """Environment variables with the number of physical cores per logical core."""
     if instance.physical_cores == 1:
         return []
-    reason = f"{instance.devices} cores of {instance.physical_cores} physical ones, as graphs are compiled for"
+    reason = f"{instance.devices} logical cores of {instance.physical_cores} physical cores, as in compiled graphs"
     way_out = f"unset it: nxtrain knows {instance.name} with {instance.devices} cores only"
     names = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")  # the second is read by older releases
     return [Variable(name, str(instance.physical_cores), reason, _LOGICAL_CORES, way_out) for name in names]
 
 
 def network_variables(config: RunConfig, instance: Machine | None) -> list[Variable]:
-    """Variables of collectives between nodes."""
+    """Environment variables of collectives between nodes."""
     if config.cluster.nodes == 1:
         return []
     devices = "EFA"

@@ -1,1 +1,1 @@
-"""Metrics of a run: throughput, goodput, files, trackers and progress."""
+"""Metrics of a run: throughput, goodput, spikes, router loads, metric files, trackers and progress display."""

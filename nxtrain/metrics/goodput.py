@@ -1,7 +1,7 @@
-"""Goodput: the productive share of the time since a run's first start, and the use of the rest.
+"""Goodput of a run: the productive share of the time since its first start, and the use of the remaining time.
 
-Time is productive in steps that no later start repeats. `goodput_meter` counts the time of a start, and `start_log`
-stores the counts in the run folder.
+Time in a step is productive if no later start repeats the step. `goodput_meter` measures the time of a start, and
+`start_log` stores the measurements in the run folder.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from nxtrain.common.process.clock import Instant
 from nxtrain.common.text import duration
 
 MOST_POINTS, EXACT_POINTS = 48, 16
-"""Most points (step, training time) that a start stores, and the number of its newest points that are never thinned."""
+"""Maximum number of points (step, training time) of a start, and number of its newest points that are never thinned."""
 
 _SHOWN_S = 0.05
-"""Shortest part, in seconds, that the line shows."""
+"""Minimum seconds of a part of the time that is shown in the goodput message."""
 
 
 @dataclass(frozen=True)
 class TimeSpent:
-    """Seconds that one start has spent, up to its last progress: a finished step, evaluation or checkpoint.
+    """Seconds of one start of a run by kind of work, up to its last finished step, evaluation or save.
 
     Args:
         step: Last finished step.
         start_s: Time until the first finished step: imports, data, checkpoint, compilation.
         train_s: Time in the steps after the first.
         stall_s: Time in which training waited for checkpoints.
+        eval_s: Time of evaluations.
         saves: Number of committed checkpoints.
         save_stall_s: Time in which training waited for the committed checkpoints, except the wait for the last write.
-        save_write_s: Time of the writes of the committed checkpoints, after they were staged.
+        save_write_s: Time of writing the committed checkpoints in the background, after staging.
     """
 
     step: int
@@ -45,7 +46,7 @@ class TimeSpent:
 
     @property
     def total_s(self) -> float:
-        """Seconds from the start to the last progress."""
+        """Seconds from the start of the process to its last progress."""
         return self.start_s + self.train_s + self.eval_s + self.stall_s
 
 
@@ -55,10 +56,11 @@ class RunStart:
 
     Args:
         resumed: Step of the checkpoint from which the start resumed.
-        began: Start of the process.
+        began: Launch of the process.
         seen: Time of the last record.
+        spent: Seconds by kind of work.
         outcome: End of the start: `done`, `stopped`, `failed`, `killed`; empty while it runs.
-        course: Finished steps at which the start saved, each with `train_s` up to the step; older ones are thinned.
+        course: Pairs of a finished step with a save and `train_s` up to this step; older pairs are thinned.
         config: Fingerprint of the configuration.
         why: Message of the error that ended the start; empty if there was none or if the start was killed.
         stop: Signal that asked the start to stop; empty if none did.
@@ -75,7 +77,7 @@ class RunStart:
     stop: str = ""
 
     def train_s(self, step: int) -> float:
-        """Seconds of training up to a finished step; interpolated linearly between recorded steps."""
+        """Training seconds of this start up to a finished step; interpolated linearly between recorded steps."""
         # The first step counts as start.
         by_step = {self.resumed: 0.0, self.resumed + 1: 0.0, **dict(self.course), self.spent.step: self.spent.train_s}
         points = sorted(by_step.items())
@@ -86,7 +88,7 @@ class RunStart:
         return begin_s + (end_s - begin_s) * (step - first) / (last - first)
 
     def with_save(self) -> RunStart:
-        """Copy of the start with a save after its last step."""
+        """Copy of the record with a save after its last step."""
         points = tuple(sorted({**dict(self.course), self.spent.step: self.spent.train_s}.items()))
         if len(points) > MOST_POINTS:  # a later start resumes near the end; of older points every second one is enough
             points = (*points[:-EXACT_POINTS:2], *points[-EXACT_POINTS:])
@@ -95,17 +97,17 @@ class RunStart:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Division of the time since a run's first start, in seconds. The parts add up to `wall_s`.
+    """Division of the time since a run's first start into parts, in seconds. The parts add up to `wall_s`.
 
     Args:
         wall_s: Time since the first start, without the time between the end of a finished run and its next start.
         productive_s: Time in steps that no later start repeats; the first step of a start counts as start or restart.
         start_s: Time from the first start to its first finished step.
         lost_steps: Number of steps that a later start had to repeat.
-        lost_s: Time in the lost steps.
+        lost_s: Time in the repeated steps.
         detect_s: Time from the last progress of a failed start to its end, as far as recorded.
         restart_s: Time from the end of a failed start to the first finished step of the next start.
-        other_s: Time of a start after its last progress, without a failure: the last save, and the end.
+        other_s: Time of a start after its last progress, if it did not fail: the last save, and the shutdown.
     """
 
     starts: int = 0
@@ -122,16 +124,16 @@ class Goodput:
 
     @property
     def goodput(self) -> float:
-        """Productive share of the time, from 0 to 1."""
+        """Productive share of the wall time, from 0 to 1."""
         return self.productive_s / self.wall_s if self.wall_s else 0.0
 
     def record(self) -> dict[str, float]:
-        """Goodput under the keys by which fault drills are compared."""
+        """Goodput as a dict, with the keys by which fault drills are compared."""
         keys = ("lost_steps", "lost_s", "detect_s", "restart_s", "goodput")
         return {key: round(getattr(self, key), 6) for key in keys}
 
     def __str__(self) -> str:
-        """Message with the goodput; short parts are omitted unless they concern failures."""
+        """Message with the goodput. Short parts are omitted unless they are about failures."""
         steps = f"{self.lost_steps} step{'s' * (self.lost_steps != 1)}"
         parts = {
             f"lost {steps} ({duration(self.lost_s)})": self.starts > 1,
@@ -150,7 +152,7 @@ class Goodput:
 
 
 def account(starts: Sequence[RunStart]) -> Goodput:
-    """Add up the time of a run's starts."""
+    """Compute the goodput from the records of a run's starts."""
     seconds: dict[str, float] = dict.fromkeys((part for part in asdict(Goodput()) if part.endswith("_s")), 0.0)
     lost_steps = 0
     stands = standing(starts)
@@ -182,7 +184,7 @@ def account(starts: Sequence[RunStart]) -> Goodput:
 
 
 def standing(starts: Sequence[RunStart]) -> list[int]:
-    """Last step of each start that no later start repeated."""
+    """Last step of each start that no later start has repeated."""
     least = max((start.spent.step for start in starts), default=0)
     stands = []
     for start in reversed(starts):

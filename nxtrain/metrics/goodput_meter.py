@@ -1,7 +1,7 @@
-"""Meter of a run's starts and of their goodput.
+"""Meter that measures the time of a run's current start, and the goodput of all starts.
 
-On devices that compute asynchronously, a step that is not logged counts as finished when it is queued. For a killed
-start, the time after its last record counts as restart: its last work, and the time to detect its end.
+On asynchronous devices, a step that is not logged counts as finished when it is queued. For a killed start, the time
+after its last record counts as restart. That is its last work, and the time until its end was detected.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from nxtrain.metrics.run_observer import Outcome, RunObserver, Work
 from nxtrain.metrics.start_log import REFRESH_S, StartLog, read
 
 PAUSES = {"evaluation": "eval_s", "checkpoint": "stall_s"}
-"""Sections of work other than training, and the field of `TimeSpent` that counts their time."""
+"""Kinds of work other than training, with the field of `TimeSpent` that counts their time."""
 
 RESTART_LINE_S = 60.0
-"""Seconds from the first step of a restart to the line about it. A shorter run has its last line only."""
+"""Seconds after the first step of a restart until a goodput line is printed. A shorter run prints only its end line."""
 
 
 @dataclass
 class GoodputMeter(RunObserver):
-    """Counts the time of a start for the log of starts; only the leader of a run has a meter.
+    """Observer that measures the time of a start for the log of starts. Only rank 0 has a meter.
 
-    By `config`, the fingerprint of the configuration, a crash loop is recognised.
+    `config` is the fingerprint of the configuration, by which a crash loop is detected.
     """
 
     logs: Path
@@ -99,7 +99,7 @@ class GoodputMeter(RunObserver):
         return {"goodput": self.read().goodput}
 
     def saved(self, stall_s: float, write_s: float) -> None:
-        """Record a committed checkpoint, with the seconds of its write after the wait."""
+        """Record a committed checkpoint, with the seconds of its write in the background."""
         if self._start is not None:
             spent = self._start.spent
             self._spend(
@@ -131,7 +131,7 @@ class GoodputMeter(RunObserver):
             self.print_line(str(goodput))
 
     def read(self) -> Goodput:
-        """Goodput up to now."""
+        """Goodput of the run up to the current time."""
         starts = [*self._past]
         present = self._seen() or self._start
         if present:
@@ -139,7 +139,7 @@ class GoodputMeter(RunObserver):
         return account(starts)
 
     def _finish(self, step: int) -> None:
-        """Count the time since the last progress to a finished step."""
+        """Count the time since the last progress as part of a finished step."""
         assert self._start is not None
         first = self._start.spent.step == self._start.resumed
         if step == self._start.spent.step:
@@ -157,7 +157,7 @@ class GoodputMeter(RunObserver):
             self.print_line(str(self.read()))
 
     def _settle(self) -> None:
-        """Count the time since the last progress to the current section."""
+        """Add the time since the last progress to the current section."""
         assert self._start is not None
         if self._start.spent.step > self._start.resumed:
             up = self.clock().up
@@ -172,7 +172,7 @@ class GoodputMeter(RunObserver):
         self._log.replace(self._seen)
 
     def _seen(self) -> RunStart | None:
-        """Current start up to now; None before the start and after its end."""
+        """Record of the current start up to now; None before `begin` and after `end`."""
         start = self._start
         if start is None or start.outcome:
             return None

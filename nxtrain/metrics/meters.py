@@ -1,7 +1,7 @@
-"""Meters of a run's speed, and the record of a logged step.
+"""Meters of a run's throughput, and the record of a logged step.
 
-The meters read no device: tokens are counted on the host, and the clock is an argument. On an asynchronous device a
-window ends when the trainer fetches its values. The host has then waited for the steps of the window.
+The meters read no device. Tokens are counted on the host, and the clock is an argument. On an asynchronous device, a
+window ends when the trainer fetches metric values, for which the host waits until the steps of the window are done.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 from nxtrain.common.batch_sizes import BatchSizes
 
 Clock = Callable[[], float]
-"""Monotonic clock in seconds."""
+"""Function that returns monotonic time in seconds."""
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """Speed over one window of steps.
+    """Training speed over one window of steps.
 
     Args:
-        tokens: Positions of all rows since the first step of the run, including positions without a target and resumed
-            parts.
+        tokens: Positions of all rows since the first step of the run, over all starts, including positions without a
+            target.
         tokens_per_s: Positions of the global batches of the window, per second.
         step_time_s: Mean seconds of a step.
-        mfu: Model FLOPs per second over the peak of all devices; None when the peak is unknown.
+        mfu: Model FLOPs utilization: FLOPs per second over the peak of all devices; None if the peak is unknown.
     """
 
     tokens: int
@@ -38,11 +38,11 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Findings that a record carries next to its numbers.
+    """Findings of the stability detectors, which are part of a step record.
 
     Args:
-        skipped_steps: Steps since the previous record that updated nothing.
-        alarm: Text of the alarms since the previous record; empty: none.
+        skipped_steps: Number of steps since the previous record that updated nothing.
+        alarm: Text of the alarms since the previous record; empty without an alarm.
         spikes: First step and length of each spike of the gradient norm that ended since the previous record.
         grad_norm_mean: Running mean of the gradient norm; None in the first steps of a run.
         grad_norm_lowest: Lowest running mean of any step so far.
@@ -59,20 +59,21 @@ class Verdict:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One line of `metrics.jsonl`.
+    """Metrics of one logged step, one line of `metrics.jsonl`.
 
     Args:
-        step: Finished updates, from 1.
-        loss: Mean over the targets of the global batch, nats.
-        targets: Targets of the global batch that count in the loss; the rest of the positions is padding or masked.
+        step: Number of finished updates, from 1.
+        loss: Mean loss over the targets of the global batch, in nats.
+        targets: Number of targets of the global batch that count in the loss; other positions are padding or masked.
         grad_norm: Global norm of the gradient before clipping.
         param_norm: Global norm of the parameters after the update.
-        lost_update_frac: Share of the parameters that the update would not change if rounded to nearest.
+        lost_update_frac: Share of the parameters whose update is lost when rounded to nearest.
         throughput: Speed since the previous record.
-        z_loss: Mean of the terms of train.z_loss, which `loss` is without; None: there are none.
-        noise_scale: Running estimate of the gradient noise scale, in sequences; None: it is not measured.
-        val_loss: Mean over the held-out tokens, nats; None if this step was not evaluated.
-        measured: Values of the observers by key, such as `goodput`, and of the loader, such as tokens of each corpus.
+        z_loss: Mean z-loss, which `loss` does not include; None without train.z_loss.
+        noise_scale: Running estimate of the gradient noise scale, in sequences; None if not measured.
+        val_loss: Mean loss over the held-out tokens, in nats; None if this step was not evaluated.
+        verdict: Findings of the stability detectors.
+        measured: Values of the observers, such as `goodput`, and of the loader, such as tokens of each corpus.
     """
 
     step: int
@@ -90,7 +91,7 @@ class StepRecord:
     measured: Mapping[str, Any] = field(default_factory=dict)
 
     def line(self) -> dict[str, Any]:
-        """Record as flat keys. `mfu` is None if unknown; optional values are absent if they are empty."""
+        """Record as a flat dict. `mfu` is None if unknown; other optional values are absent if empty."""
         flat = asdict(self)
         flat |= flat.pop("throughput") | flat.pop("verdict") | flat.pop("measured")
         for key in (
@@ -110,13 +111,14 @@ class StepRecord:
 
 
 class ThroughputMeter:
-    """Counts tokens and steps, and computes the speed of each window between two readings.
+    """Meter of the training speed, which counts tokens and steps between two readings.
 
     Args:
-        flops_per_token: Operations of the model for a token of each step.
-        peak_flops: Operations per second of all devices; None if unknown.
+        flops_per_token: Model FLOPs per token of each step.
+        peak_flops: Peak FLOPs per second of all devices; None if unknown.
         tokens: Tokens of earlier starts.
         ago_s: Seconds since the begin of the first window.
+        clock: Clock.
     """
 
     def __init__(
@@ -136,16 +138,17 @@ class ThroughputMeter:
         self._begin_s -= ago_s
 
     def add_step(self, step: int, num_tokens: int) -> None:
-        """Count one step over a global batch of `num_tokens` positions, and the model's operations for them."""
+        """Count one step over a global batch of `num_tokens` positions."""
         self._tokens += num_tokens
         self._flops += num_tokens * self._flops_per_token(step)
         self._num_steps += 1
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time inside the context from the window, such as the time of evaluations and checkpoints.
+        """Context whose time is excluded from the window, for example for evaluations and checkpoints.
 
-        Pause only while the device's queue is empty, such as after a fetch; the queue's time is otherwise excluded too.
+        Pause only while the device's queue is empty, such as after a fetch. Otherwise the time of queued work is
+        excluded too.
         """
         begin = self._clock()
         try:
@@ -154,7 +157,7 @@ class ThroughputMeter:
             self._begin_s += self._clock() - begin
 
     def read(self) -> Throughput:
-        """Speed since the last reading, over at least one step; the next window begins at this call."""
+        """Speed since the last reading, over at least one step; a new window begins."""
         assert self._num_steps, "a window without a step has no speed"
         seconds = self._clock() - self._begin_s
         tokens_per_s = (self._tokens - self._begin_tokens) / seconds
@@ -171,13 +174,13 @@ class ThroughputMeter:
 
 
 class Pace:
-    """Elapsed and remaining time of a run, pauses included.
+    """Elapsed and estimated remaining time of a run, including pauses.
 
-    The first step only starts the measurement: its compilation and warm-up do not recur.
+    The first step only starts the measurement, since its compilation and warm-up do not recur.
 
     Args:
         total_steps: Steps of the run.
-        sizes: Global batch of each step, in proportion to which steps take time.
+        sizes: Global batch size of each step, to which its time is proportional.
         clock: Clock.
     """
 

@@ -1,4 +1,4 @@
-"""Progress display of the leader: a live bar on a terminal, otherwise plain lines at intervals."""
+"""Progress display of rank 0: a live bar on a terminal, plain lines at intervals elsewhere."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from nxtrain.metrics.meters import Clock
 from nxtrain.metrics.status import Status, details, duration, fitting
 
 LINE_EVERY_S, LATER_EVERY_S = 10.0, 60.0
-"""Seconds between plain lines in the first minutes, and from `LATER_S` on, so that a log of days stays readable."""
+"""Seconds between plain lines in the first minutes, and after `LATER_S`, so that long logs stay readable."""
 LATER_S = 600.0
 
 LINE_COLUMNS = 100
-"""Columns of a plain line, unless the console has more; a wider console's line has more numbers of the record."""
+"""Columns of a plain line, unless the console is wider. A wider line has more metrics."""
 
 _WIDEST_BAR, _NARROWEST_BAR = 20, 5
 
 _VALUES, _LEFT = "loss 1.2345  val 1.2345  12.3k tokens/s", "0:00:00 left"
-"""Sample texts of usual length, for the width of the bar."""
+"""Sample texts of typical length, from which the width of the bar is computed."""
 
 
 def open_progress(
@@ -36,12 +36,12 @@ def open_progress(
     console: Console | None = None,
     clock: Clock = time.monotonic,
 ) -> ProgressBar | ProgressLines:
-    """Open the display for a console; standard error by default, because standard output is for results.
+    """Open the progress display on a console; by default on standard error, since standard output is for results.
 
     Args:
         total_steps: Steps of the run.
-        resume_step: Step after which the run goes on.
-        sizes: Global batch of each step; by default all are equal.
+        resume_step: Last finished step before this start.
+        sizes: Global batch size of each step; by default all are equal.
         console: Console.
         clock: Clock.
     """
@@ -54,8 +54,8 @@ def open_progress(
 class ProgressBar:
     """Progress bar on one line of the terminal; other output of the process appears above the bar.
 
-    A terminal without room for everything gets no elapsed time and a shorter bar or none, because rich would cut the
-    numbers instead.
+    On a narrow terminal, the elapsed time is omitted, and the bar is shorter or omitted. rich would cut the numbers
+    instead.
     """
 
     def __init__(self, status: Status, total_steps: int, resume_step: int, console: Console, clock: Clock) -> None:
@@ -81,20 +81,20 @@ class ProgressBar:
         self._progress.start()
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Redraw the bar with the values of the record."""
+        """Redraw the bar with the values of a record."""
         step, values, left = self._status.read(record)
         values += fitting(details(record), self._spare)
         self._progress.update(self._task, completed=step, description=values, left=left, refresh=True)
 
     def close(self) -> None:
-        """Stop the redraws; the last state stays on the screen."""
+        """Stop redrawing; the last state stays on the screen."""
         self._progress.stop()
 
 
 class ProgressLines:
-    """One line for the first and last step, for each evaluation, and at intervals between.
+    """Progress display that prints one line for the first and last step, each evaluation, and at intervals.
 
-    A line has the most important numbers of its record, in `LINE_COLUMNS`.
+    A line has the most important metrics of its record, in `LINE_COLUMNS` columns.
     """
 
     def __init__(self, status: Status, total_steps: int, console: Console, clock: Clock) -> None:
@@ -105,7 +105,7 @@ class ProgressLines:
         self._next_s = clock()
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Print the record if a line is due."""
+        """Print a record if a line is due."""
         step, values, left = self._status.read(record)
         now = self._clock()
         if now < self._next_s and step < self._total_steps and "val_loss" not in record:
@@ -119,4 +119,4 @@ class ProgressLines:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Do nothing: no file or display is open."""
+        """Do nothing, since no file or display is open."""

@@ -1,8 +1,8 @@
-"""Health of routers: numbers of a record, and alarms of routers that leave experts without tokens.
+"""Health of mixture-of-experts routers: metrics of their loads, and alarms for dead experts and collapsed routers.
 
-Loads have a row for each block, of sums over the tokens of a step: slots of each expert, tokens, entropies of the
-probabilities, and slots that no expert computes. A slot is one of the experts of a token. Rows of blocks without
-experts are zeros.
+Loads have one row for each block, with sums over the tokens of a step. A row has the slots of each expert, the tokens,
+the entropies of the probabilities, and the dropped slots. A slot is one assignment of a token to an expert. Rows of
+blocks without experts are zeros.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from statistics import fmean
 from typing import Any
 
 Loads = Sequence[Sequence[float]]
-"""Rows of E + 3 numbers."""
+"""Router loads of all blocks: one row of E + 3 numbers for each block."""
 
 NUM_OTHERS = 3
-"""Numbers of a row after those of the experts."""
+"""Number of entries of a load row after the slots of the experts."""
 
 SUSTAINED = 20
-"""Number of steps between the first and the last record of a finding that raises an alarm."""
+"""Number of steps between the first and the last record of a finding before it raises an alarm."""
 CONCENTRATED = 0.8
-"""Excess over an even load that a collapsed router gives to its k busiest experts; 1: they get every token."""
+"""Excess share of the k busiest experts above which a router counts as collapsed; 1 means that they get all tokens."""
 MOST_NAMED = 4
-"""Most experts that an alarm names one by one."""
+"""Maximum number of experts that an alarm lists."""
 
 EXPERT_SLOTS = "expert_slots"
-"""Key of a record with the slots of each expert, for each block."""
+"""Record key for the slots of each expert in each block."""
 ROUTER_NUMBERS = ("expert_load_min", "expert_load_max", "router_entropy", "dropped_share", EXPERT_SLOTS)
-"""Keys of `router_numbers`."""
+"""Record keys of the values from `router_numbers`."""
 
 
 def router_numbers(loads: Loads) -> dict[str, Any]:
-    """Numbers of a record: least and greatest load, mean entropy, share of the slots that no expert computes.
+    """Router metrics of a record: minimum and maximum load, mean entropy, and share of dropped slots.
 
-    A load is relative to an even one, and an entropy to that of even probabilities.
+    Loads are relative to an even load, and entropies to the entropy of even probabilities.
     """
     rows = [row for row in loads if row[-NUM_OTHERS]]
     relative, entropies = [], []
@@ -51,10 +51,10 @@ def router_numbers(loads: Loads) -> dict[str, Any]:
 
 
 class RouterWatch:
-    """Detector of dead experts and of collapsed routers, which takes the loads of one record after the other.
+    """Detector of dead experts and collapsed routers, from the loads of consecutive records.
 
-    A dead expert has no token. A collapsed router gives nearly all tokens the same experts. Either is an alarm, once,
-    when all records of `SUSTAINED` steps have it.
+    A dead expert gets no token. A collapsed router sends nearly all tokens to the same experts. Each raises an alarm
+    once, if all records over `SUSTAINED` steps have the finding.
 
     Source: Fedus et al. 2021 (arXiv:2101.03961) section 2.2 on routers that need balance.
     """
@@ -64,7 +64,7 @@ class RouterWatch:
         self._named: set[str] = set()
 
     def see(self, step: int, loads: Loads) -> str:
-        """Add the loads of a record; return the text of its alarm, empty without an alarm."""
+        """Add the loads of a record; return the text of an alarm, or an empty string."""
         routers: list[str] = []
         experts: list[str] = []
         for block, row in enumerate(loads):
@@ -93,17 +93,20 @@ class RouterWatch:
         return "; ".join(alarms)
 
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint, as JSON values."""
+        """State of the detector for a checkpoint, as JSON values."""
         return {"since": self._since, "named": sorted(self._named)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a result of `state`; an empty state starts from scratch."""
+        """Restore the state returned by `state`; an empty state resets the detector."""
         self._since = dict(state.get("since", {}))
         self._named = set(state.get("named", ()))
 
 
 def _excess(slots: Sequence[float], k: int) -> float:
-    """Share of the slots of the k busiest experts: 0 with an even load, 1 if these have all; 0 if k experts are all."""
+    """Excess share of slots of the k busiest experts: 0 with an even load, 1 if they have all slots.
+
+    The result is 0 if there are only k experts.
+    """
     even = k / len(slots)
     if even >= 1:
         return 0.0
@@ -111,7 +114,7 @@ def _excess(slots: Sequence[float], k: int) -> float:
 
 
 def _of_dead(names: Sequence[str]) -> str:
-    """Alarm of experts without tokens, of which the first `MOST_NAMED` are named."""
+    """Alarm text for experts without tokens, which lists the first `MOST_NAMED` experts."""
     texts = []
     for name in names[:MOST_NAMED]:
         block, _, expert = name.partition(".")

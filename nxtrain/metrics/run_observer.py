@@ -1,4 +1,4 @@
-"""Observers of a run: an observer follows the progress on one rank, and never changes what the run computes."""
+"""Interface of observers, which follow the progress of a run on one rank without changing its computation."""
 
 from __future__ import annotations
 
@@ -6,63 +6,63 @@ from collections.abc import Mapping
 from typing import Literal
 
 Work = Literal["restore", "start", "data", "training", "vote", "log", "evaluation", "checkpoint"]
-"""Kinds of work in a run; on devices that compile, each kind from `training` to `checkpoint` has its own graphs."""
+"""Kinds of work in a run. On devices that compile, each kind from `training` to `checkpoint` has its own graphs."""
 
 Section = Literal["forward", "backward", "reduce", "optimizer"]
-"""Sections of a training step; the work `training` has them, where a clock can divide the step."""
+"""Sections of a training step, reported where a clock can measure the parts of a step."""
 
 Outcome = Literal["done", "stopped", "failed"]
-"""Ends of a run that the run itself can record."""
+"""Ends of a run that the run can record itself."""
 
 
 class RunObserver:
-    """Observer of a run on one rank; a method that a subclass does not override does nothing.
+    """Observer of a run on one rank. A method that a subclass does not override does nothing.
 
-    The main thread calls all methods, except that the watchdog's threads call `beat` and `stopping`, and `end` after a
-    hang.
+    The main thread calls all methods, except `beat` and `stopping`, which the watchdog's threads call. The watchdog
+    also calls `end` after a hang.
     """
 
     def begin(self, finished: int) -> None:
-        """Begin the training.
+        """Called when training begins.
 
         Args:
-            finished: Steps that were finished before this start.
+            finished: Number of steps that were finished before this start.
         """
 
     def enter(self, step: int, work: Work) -> None:
-        """Enter a piece of work of a step; the previous piece has ended."""
+        """Called when a kind of work in a step begins; the previous work has ended."""
 
     def section(self, name: Section) -> None:
-        """Enter a section of the training step; the previous one has ended, and the next `enter` ends this one."""
+        """Called when a section of the training step begins; the previous section has ended, as it does at `enter`."""
 
     def finish(self, step: int) -> None:
-        """Finish a step with its evaluation and its checkpoint."""
+        """Called when a step has finished, including its evaluation and its checkpoint."""
 
     def measure(self, step: int) -> Mapping[str, float]:
-        """Values to record with a step, after the step's numbers were read."""
+        """Values to record with a step, requested after the step's metrics were read."""
         return {}
 
     def beat(self) -> None:
         """Refresh files and displays; called a few times per second."""
 
     def stopping(self, why: str) -> None:
-        """Note that the run stops, after a step that the ranks still have to agree on.
+        """Called when a stop of the run is requested; the ranks still have to agree on the last step.
 
         Args:
-            why: The signal, and the rank that received it.
+            why: Text with the signal, and the rank that received it.
         """
 
     def end(self, outcome: Outcome, why: str) -> None:
-        """End the run.
+        """Called when the run ends.
 
         Args:
-            outcome: The first outcome counts if there are several.
+            outcome: End of the run. Of several calls, the first counts.
             why: Message of the error; empty if there is none.
         """
 
 
 class Observers(RunObserver):
-    """Several observers as one; each call reaches them in their order."""
+    """Combination of several observers; each call is passed to all of them in order."""
 
     def __init__(self, *observers: RunObserver) -> None:
         self._observers = observers

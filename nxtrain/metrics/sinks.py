@@ -1,7 +1,7 @@
-"""Sinks for the records of steps: the metrics file, event files, Prometheus' file, the progress display.
+"""Sinks for step records: the metrics file, TensorBoard event files, Prometheus' file, and the progress display.
 
-A sink that fails is tried again, while training goes on. A run that resumes at step k repeats the steps after k. Each
-sink therefore first drops an earlier process's records of these steps, so that each step has one record.
+A failed sink is retried while training continues. A run that resumes at step k repeats the steps after k. Each sink
+therefore first drops the old records of these steps, so that each step has one record.
 """
 
 from __future__ import annotations
@@ -40,28 +40,29 @@ if TYPE_CHECKING:
     from nxtrain.config.schema import RunConfig
 
 KEPT = 10_000
-"""Most records that wait in memory; the oldest are dropped first."""
+"""Maximum number of records that wait in memory for a failed sink; the oldest are dropped first."""
 
 REST = 20.0
-"""Pause before a retry, in durations of the failed try. Failing writes thus take at most 1/20 of the time."""
+"""Pause before a retry, as a multiple of the failed attempt's duration: failing writes take at most 1/20 of the
+time."""
 
 
 class Sink(Protocol):
-    """Receiver of step records."""
+    """Receiver of step records, such as a file."""
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Write one record; `step` is among its keys, None means unknown, and values need not be numbers."""
+        """Write one record. `step` is among its keys, None means unknown, and values need not be numbers."""
         ...
 
     def close(self) -> None:
-        """Make all records durable, and release files and screen."""
+        """Make all records durable, and release files and the screen."""
         ...
 
 
 class RetryingSink:
-    """Wrapper that reopens a sink after a failure, at the last step that was written.
+    """Wrapper of a sink, which reopens the sink after a failure and writes the missed records.
 
-    Messages report the begin and the end of a failure, not each step between them.
+    A message reports the begin and the end of a failure, and no step in between.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class RetryingSink:
         self._write()
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Add one record, and write it now or later."""
+        """Queue one record, and write it now or later."""
         if len(self._waiting) == KEPT:
             self._waiting.popleft()
             self._num_lost += 1
@@ -88,7 +89,7 @@ class RetryingSink:
             self._write()
 
     def close(self) -> None:
-        """Try once more to write the waiting records, and close the sink."""
+        """Try once more to write the queued records, and close the sink."""
         if self._waiting:
             self._write()
         missing = len(self._waiting) + self._num_lost
@@ -127,7 +128,7 @@ class RetryingSink:
 
 
 def refuse_deleted(descriptor: int, path: object) -> None:
-    """Refuse to write to an open file that has no name any more."""
+    """Raise a FileNotFoundError for an open file that was deleted."""
     if not os.fstat(descriptor).st_nlink:
         raise FileNotFoundError(f"{path} was deleted")
 
@@ -139,7 +140,7 @@ def _print_line(line: str) -> None:
 class PrometheusSink:
     """File in Prometheus' text format, with a gauge for each number of the newest record.
 
-    The textfile collector of Prometheus' node exporter reads the file, and never sees a part of a file.
+    The textfile collector of Prometheus' node exporter reads the file. The file is replaced atomically.
 
     Source: https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format.
     """
@@ -148,15 +149,15 @@ class PrometheusSink:
         self._path, self._run = path, run
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Write the file with this record, in place of the record before."""
+        """Replace the file by one with this record."""
         replace_text(self._path, text_of(record, self._run), durable=False)
 
     def close(self) -> None:
-        """Do nothing: the last record stays in the file."""
+        """Do nothing, since the last record stays in the file."""
 
 
 def text_of(record: Mapping[str, Any], run: str) -> str:
-    """Text of a record in Prometheus' format; values that are not numbers are left out."""
+    """Format a record in Prometheus' text format; values that are not numbers are left out."""
     label = run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
     lines = []
     for key, value in record.items():
@@ -172,7 +173,7 @@ PROGRESS = "the progress display"
 
 
 class JsonlSink:
-    """Sink that writes one JSON object per line; lines after the resume step and torn lines are removed first."""
+    """Sink that writes one JSON object per line. Opening removes incomplete lines, and lines after the resume step."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
         if path.exists():
@@ -195,19 +196,19 @@ class JsonlSink:
 
 
 class SlotsSink(JsonlSink):
-    """File of the slots of each expert, apart from the other numbers, which are read often."""
+    """File with the slots of each expert, separate from the other metrics, which are read often."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
         path.parent.mkdir(exist_ok=True)
         super().__init__(path, resume_step)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Append the slots of the record, for each block."""
+        """Append the expert slots of a record, for each block."""
         super().log({"step": record["step"], "slots": record[EXPERT_SLOTS]})
 
 
 def open_sinks(config: RunConfig, resume_step: int, leader: bool, *, has_experts: bool = False) -> list[RetryingSink]:
-    """Open the configured sinks of the leader; a sink that cannot write does not end the run."""
+    """Open the configured sinks of rank 0; a sink that cannot write does not end the run."""
     if not leader:
         return []
     metrics, run_dir = config.metrics, config.run.dir
@@ -238,7 +239,7 @@ def open_sinks(config: RunConfig, resume_step: int, leader: bool, *, has_experts
 
 
 def _trackers(config: RunConfig) -> dict[str, Callable[[int], Sink]]:
-    """Functions that open the configured trackers, whose packages are installed."""
+    """Functions that open the configured experiment trackers, whose packages are installed."""
     run_dir, name = config.run.dir, config.run.name
     mode, uri = config.metrics.wandb, config.metrics.mlflow
     trackers: dict[str, Callable[[int], Sink]] = {}

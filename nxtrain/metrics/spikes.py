@@ -1,4 +1,4 @@
-"""Spikes of the gradient norm over every step: their lengths, and the running mean that they rise above."""
+"""Detection of gradient norm spikes: steps whose norm is above the running mean of the last steps."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 WINDOW = 20
-"""Steps of the running mean."""
+"""Number of steps in the running mean."""
 
 
 class NormSpikes:
-    """Detector of spikes, which takes one norm per step; the result depends on the norms only.
+    """Detector of gradient norm spikes, which gets one norm per step; the result depends on the norms only.
 
     A step belongs to a spike if its norm is above the mean of the `WINDOW` norms before, by more than a threshold. A
     spike is a run of such steps. Norms that are not finite are ignored: such steps update nothing.
@@ -29,16 +29,16 @@ class NormSpikes:
 
     @property
     def mean(self) -> float | None:
-        """Running mean up to the newest step; None before the first `WINDOW` steps."""
+        """Running mean of the norm up to the newest step; None before the first `WINDOW` steps."""
         return math.fsum(self._before) / WINDOW if len(self._before) == WINDOW else None
 
     @property
     def lowest(self) -> float | None:
-        """Lowest running mean so far; None before the first `WINDOW` steps."""
+        """Lowest running mean of the norm so far; None before the first `WINDOW` steps."""
         return self._lowest if math.isfinite(self._lowest) else None
 
     def see(self, step: int, norm: float) -> None:
-        """Add the norm of a step."""
+        """Add the gradient norm of a step."""
         if not math.isfinite(norm):
             return
         mean = self.mean
@@ -60,7 +60,7 @@ class NormSpikes:
         return ended
 
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint, as JSON values; floats survive exactly."""
+        """State of the detector for a checkpoint, as JSON values; floats are exact."""
         return {
             "before": [*self._before],
             "spike": [self._first, self._length],
@@ -69,7 +69,7 @@ class NormSpikes:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a result of `state`; an empty state starts from scratch."""
+        """Restore the state returned by `state`; an empty state resets the detector."""
         self._before = deque(state.get("before", ()), maxlen=WINDOW)
         self._first, self._length = state.get("spike", (0, 0))
         self._ended = [(first, length) for first, length in state.get("ended", ())]

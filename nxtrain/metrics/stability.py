@@ -1,4 +1,4 @@
-"""Detector of spikes and divergence in the losses and gradient norms of all steps."""
+"""Detector of spikes and divergence, from the losses and gradient norms of all steps."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from statistics import median
 from typing import Any, Literal
 
 SPIKE = 10.0
-"""Factor of a spike: a value this many times the median of the values before it."""
+"""Threshold of a spike: a multiple of the median of the values before."""
 WINDOW = 64
-"""Number of steps in the median."""
+"""Number of steps in the median that spikes are compared with."""
 FEWEST = 8
-"""Number of steps before the first value that can be a spike."""
+"""Number of steps before a value may count as a spike."""
 
 GROWTH = 3.0
-"""Factor of growth: a smoothed norm this many times its lowest value."""
+"""Threshold of growth: a multiple of the lowest smoothed norm."""
 SMOOTHED = 9
-"""Number of steps whose median is the smoothed norm: the median withstands four spikes."""
+"""Number of steps in the median that smooths the norm; the median is robust to four spikes."""
 SUSTAINED = 10
-"""Number of steps in a row with a grown norm that raise an alarm."""
+"""Number of consecutive steps with a grown norm that raise an alarm."""
 
 
 class Stability:
-    """Detector of spikes and divergence, which takes the numbers of one step after the other.
+    """Detector of spikes and divergence, which gets the loss and gradient norm of each step in order.
 
-    A spike is a value far above the median of the `WINDOW` values before it; spikes are reported, and normal in
-    training. A run diverges when its smoothed gradient norm stays above `GROWTH` times its lowest value.
+    A spike is a value far above the median of the previous `WINDOW` values. Spikes are reported, and are normal in
+    training. A run diverges if its smoothed gradient norm stays above `GROWTH` times its lowest value.
 
     Source: Fan et al. 2024, HLAT (arXiv:2404.10630) watches the gradient norm; Takase et al. 2023 (arXiv:2312.16903) on
     spikes and norms; Megatron-LM's `rerun_state_machine.is_unexpectedly_large` has the factor of ten.
@@ -40,9 +40,9 @@ class Stability:
         self._grown = 0
 
     def see(self, loss: float, grad_norm: float) -> tuple[Literal["", "spike", "diverging"], str]:
-        """Add a step; return the kind and the text of its alarm, both empty without an alarm.
+        """Add a step; return the kind and the text of an alarm, both empty without an alarm.
 
-        Values that are not finite are ignored: such steps update nothing, and are reported as skipped steps.
+        Values that are not finite are ignored, since these steps update nothing and are reported as skipped steps.
         """
         alarms = [self._spike("loss", loss, self._losses), self._spike("grad_norm", grad_norm, self._norms)]
         if math.isfinite(grad_norm):
@@ -55,12 +55,12 @@ class Stability:
         return "", ""
 
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint, as JSON values; floats survive exactly."""
+        """State of the detector for a checkpoint, as JSON values; floats are exact."""
         lowest = self._lowest if math.isfinite(self._lowest) else None
         return {"losses": [*self._losses], "norms": [*self._norms], "lowest": lowest, "grown": self._grown}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a result of `state`; an empty state starts from scratch."""
+        """Restore the state returned by `state`; an empty state resets the detector."""
         self._losses = deque(state.get("losses", ()), maxlen=WINDOW)
         self._norms = deque(state.get("norms", ()), maxlen=WINDOW)
         self._lowest = math.inf

@@ -1,7 +1,8 @@
-"""Log of a run's starts in the run folder, with their ends and use of time. Its size does not grow with the run.
+"""Log of a run's starts in the run folder, with the end and the time use of each.
 
-`logs/starts.jsonl` gets a line when a start begins and a line when it ends; the next start writes the end of a killed
-one. `logs/start.json` holds the current start so far, and is replaced as a whole. Each line describes a whole start.
+`logs/starts.jsonl` gets a line when a start begins and a line when it ends. The next start writes the end of a killed
+start. Each line describes a whole start. `logs/start.json` has the current start so far, and is replaced as a whole.
+Its size does not grow with the run.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from nxtrain.metrics.goodput import RunStart, TimeSpent
 from nxtrain.metrics.run_observer import Outcome, RunObserver
 
 REFRESH_S = 1.0
-"""Shortest time, in seconds, between replacements of `start.json` by a running start."""
+"""Minimum seconds between two replacements of `start.json` while a run trains."""
 
 SHOWN_CHARACTERS = 300
-"""Most characters of a start's last message that are recorded."""
+"""Maximum characters of a start's last message that are recorded."""
 
 
 class StartLog:
-    """Writes the starts of a run; a failing disk loses lines of the log, but does not end the run."""
+    """Writer of the log of starts. A failing disk loses lines of the log, but does not end the run."""
 
     def __init__(self, logs: Path) -> None:
         self._current = logs / START_FILE
@@ -40,14 +41,14 @@ class StartLog:
         self._writing = Lock()
 
     def add(self, event: str, start: RunStart, more: Mapping[str, float] | None = None) -> str:
-        """Append the begin or the end of a start. Return the error that keeps the line waiting, or an empty string."""
+        """Append a line for the begin or end of a start; return the error that delays the line, or an empty string."""
         with self._writing:
             return self._starts.add({"event": event, **_line(start), **(more or {})})
 
     def replace(self, current: Callable[[], RunStart | None]) -> None:
-        """Replace `start.json` by the current start, if there is one; callable from any thread.
+        """Replace `start.json` by the record of the current start, if there is one; callable from any thread.
 
-        The file still describes the previous start until that start's end is in `starts.jsonl`.
+        The file describes the previous start until the end of the previous start is in `starts.jsonl`.
         """
         with self._writing, suppress(OSError):
             if self._starts.write():
@@ -58,7 +59,7 @@ class StartLog:
 
 
 class StepFile(RunObserver):
-    """Writer of the last finished step to `start.json` on a disk without the log, for the launcher of that node."""
+    """Writer of the last finished step to a node's `start.json`, for the launcher of a node without the log."""
 
     def __init__(self, logs: Path) -> None:
         self._file = logs / START_FILE
@@ -88,7 +89,7 @@ class StepFile(RunObserver):
 
 
 def read(logs: Path) -> list[RunStart]:
-    """Read the starts of a folder; a last start without an end is described up to its last record."""
+    """Read the starts of a run; a last start without an end is described up to its last record."""
     starts: list[RunStart] = []
     moments: set[tuple[str, float]] = set()
     for name in (STARTS_FILE, START_FILE):
@@ -99,7 +100,7 @@ def read(logs: Path) -> list[RunStart]:
 
 
 def last_step(logs: Path) -> int:
-    """Last finished step of the current start by its `start.json`; -1 without a readable file."""
+    """Last finished step of the current start, from its `start.json`; -1 without a readable file."""
     try:
         return int(json.loads(read_text(logs / START_FILE))["step"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -122,7 +123,7 @@ def _line(start: RunStart) -> dict[str, Any]:
 
 
 def _take(starts: list[RunStart], moments: set[tuple[str, float]], line: Any) -> None:
-    """Add a line to the starts so far; a line of another format, or of an earlier start, is ignored."""
+    """Add a log line to the list of starts; a line of another format, or of an earlier start, is ignored."""
     with suppress(KeyError, TypeError, ValueError, AttributeError):
         spent = TimeSpent(**{key: line[key] for key in _SPENT})
         seen = Instant(line["boot"], line["up"], line["wall"])

@@ -1,4 +1,4 @@
-"""Words of a run's status line: step, loss, speed and time left, then the other numbers of a record."""
+"""Texts of a run's status line: step, loss, speed and remaining time, then the other metrics of a record."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from nxtrain.common.text import short
 from nxtrain.metrics.meters import Clock, Pace
 
 KINDS_S = ("data_s", "training_s", "waiting_s", "vote_s", "log_s", "evaluation_s", "checkpoint_s")
-"""Keys of a record that hold the host's seconds by kind of work."""
+"""Record keys of the host's seconds by kind of work."""
 
 SECTIONS_S = ("forward_s", "backward_s", "reduce_s", "optimizer_s")
-"""Keys that hold the seconds of the sections of the steps, which are parts of `training_s`."""
+"""Record keys of the seconds of step sections, which are parts of `training_s`."""
 
 
 PREFERENCES = ("reward_margin", "reward_accuracy", "reward_chosen", "reward_rejected", "kl")
-"""Keys of a record on pairs of answers: rewards, their difference, the share of pairs in order, and the divergence."""
+"""Record keys of a preference objective: rewards, reward margin, accuracy, and divergence from the reference."""
 
 
 class Status:
-    """Texts for the newest record of a run."""
+    """Texts of the status line for the newest record of a run."""
 
     def __init__(self, total_steps: int, sizes: BatchSizes, clock: Clock = time.monotonic) -> None:
         self.pace = Pace(total_steps, sizes, clock=clock)
         self._val_loss: float | None = None
 
     def read(self, record: Mapping[str, Any]) -> tuple[int, str, str]:
-        """Step, values and time left of a record; the last held-out loss is shown until the next evaluation."""
+        """Texts of step, values and remaining time of a record. The last held-out loss is shown until the next."""
         step = int(record["step"] or 0)
         self._val_loss = record.get("val_loss", self._val_loss)
         values = f"loss {record['loss']:.4f}"
@@ -45,7 +45,7 @@ class Status:
 
 
 def details(record: Mapping[str, Any]) -> list[str]:
-    """Texts of a record's other numbers, the most important first; numbers that the record lacks are left out."""
+    """Texts of a record's other metrics, the most important first; absent metrics are left out."""
     numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
     spent_s = sum(numbers.get(key, 0.0) for key in KINDS_S)
     texts = []
@@ -77,7 +77,7 @@ def details(record: Mapping[str, Any]) -> list[str]:
 
 
 def _shares(numbers: Mapping[str, float], spent_s: float) -> dict[str, int]:
-    """Per cent of the time by kind of work, as differences of rounded sums, so that the total is 100."""
+    """Percentage of the time by kind of work, as differences of rounded sums, so that the total is 100."""
     seconds = {"data": numbers.get("data_s", 0.0)}
     seconds |= {key[:-2]: numbers[key] for key in SECTIONS_S if key in numbers}
     seconds["waiting for ranks"] = numbers.get("waiting_s", 0.0)
@@ -92,7 +92,7 @@ def _shares(numbers: Mapping[str, float], spent_s: float) -> dict[str, int]:
 
 
 def fitting(texts: Iterable[str], columns: int) -> str:
-    """Texts that fit into a number of columns, in order, each after two blanks."""
+    """Join the texts that fit into a number of columns, in order, each after two blanks."""
     text = ""
     for detail in texts:
         if len(text) + 2 + len(detail) > columns:
@@ -102,5 +102,5 @@ def fitting(texts: Iterable[str], columns: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds."""
+    """Format seconds as hours, minutes and seconds."""
     return str(timedelta(seconds=round(seconds)))

@@ -1,7 +1,7 @@
-"""TensorBoard event files, written in TensorBoard's own format, one record at a time.
+"""Writer of TensorBoard event files, one record at a time.
 
-TensorBoard's own writer uses a thread that ends at the first full disk; here the caller of `log` gets the error. The
-framing of records is implemented here, because TensorBoard's imports boto3 and takes half a second.
+TensorBoard's own writer uses a thread that ends at the first full disk. Here, the caller of `log` gets the error. The
+framing of records is implemented here, since TensorBoard's own imports boto3, which takes half a second.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CRC32C = [_crc32c_of(byte) for byte in range(256)]
 
 
 class TensorBoardSink:
-    """Event files with one scalar per number; TensorBoard drops values of earlier files after the resume step."""
+    """Sink that writes event files, one scalar per number; TensorBoard drops earlier values after the resume step."""
 
     def __init__(self, folder: Path, resume_step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ class TensorBoardSink:
         self._add(Event(wall_time=time.time(), step=resume_step + 1, session_log=restart))
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Write the record, visible to readers at once."""
+        """Write a record, visible to readers at once."""
         refuse_deleted(self._file.fileno(), self._path)
         numbers = {key: value for key, value in record.items() if key != "step" and isinstance(value, int | float)}
         values = [Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
@@ -55,7 +55,7 @@ class TensorBoardSink:
         self._add(Event(wall_time=time.time(), step=int(step), summary=Summary(value=values)))
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the event file."""
         self._file.close()
 
     def _add(self, event: Event) -> None:
@@ -67,7 +67,7 @@ class TensorBoardSink:
 
 
 def _masked_crc32c(content: bytes) -> int:
-    """Masked checksum of TFRecord files.
+    """Masked CRC-32C checksum of TFRecord files.
 
     Source: "TFRecords format details" of https://www.tensorflow.org/tutorials/load_data/tfrecord.
     """

@@ -1,9 +1,9 @@
-"""Records of a run for Weights & Biases and for MLflow, through their own packages.
+"""Sinks that send step records to Weights & Biases and to MLflow, through their own packages.
 
-Both trackers have one run for a run folder, whatever the number of its starts: an identity in the folder names the
-tracker's run. A start that repeats steps logs them again, with the number of the step as a value. Weights & Biases
-writes in a separate process, which loses records when the machine or the container is killed. The next start sends
-these records again, from the metrics file.
+Both trackers have one tracker run for each run folder, with any number of starts. An id in the folder identifies the
+tracker run. A start that repeats steps logs them again, with the step number as a value. Weights & Biases writes in a
+separate process, which loses records when the machine or the container is killed. The next start sends lost records
+again, from the metrics file.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from nxtrain.common.io.atomic import replace_text
 from nxtrain.common.io.regular import read_text
 
 PROJECT = "nxtrain"
-"""Project, or experiment, that the runs belong to."""
+"""Name of the project (Weights & Biases) or experiment (MLflow) of all runs."""
 
 IDENTITY, OPEN = "id.txt", "open.txt"
 
 
 class WandbSink:
-    """Run of Weights & Biases; without network in mode `offline`, whose files `wandb sync` uploads later."""
+    """Sink that logs to a Weights & Biases run. In mode `offline`, `wandb sync` uploads its files later."""
 
     def __init__(
         self,
@@ -67,19 +67,19 @@ class WandbSink:
                 self.log(record)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Log the numbers of the record."""
+        """Log the numbers of a record."""
         with _as_os_error("wandb"):
             self._run.log(numbers_of(record))
 
     def close(self) -> None:
-        """Finish the run, which waits until its process has written all records."""
+        """Finish the tracker run, after its process has written all records."""
         with _as_os_error("wandb"):
             self._run.finish()
         self._open.unlink(missing_ok=True)
 
 
 class MlflowSink:
-    """Run of MLflow in a tracking store; the configuration is logged once, as parameters."""
+    """Sink that logs to an MLflow run in a tracking store; the configuration is logged once, as parameters."""
 
     def __init__(self, folder: Path, name: str, config: Mapping[str, Any], uri: str) -> None:
         from mlflow.entities import Param
@@ -101,7 +101,7 @@ class MlflowSink:
             self._id = identity(folder, begun)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Log the numbers of the record."""
+        """Log the numbers of a record."""
         from mlflow.entities import Metric
 
         step, now_ms = int(record["step"]), int(1e3 * time.time())
@@ -110,19 +110,19 @@ class MlflowSink:
             self._client.log_batch(self._id, metrics=metrics)
 
     def close(self) -> None:
-        """Mark the run as ended."""
+        """Mark the tracker run as ended."""
         with _as_os_error("mlflow"):
             self._client.set_terminated(self._id)
 
 
 def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Finite numbers of a record."""
+    """Finite numbers of a record, by key."""
     numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
     return {key: value for key, value in numbers.items() if not isinstance(value, bool) and math.isfinite(value)}
 
 
 def identity(folder: Path, begin: Callable[[], str]) -> str:
-    """Identity in a folder; without one, the identity of a new run, which `begin` makes."""
+    """Id of the tracker run recorded in a folder; without one, the id of a new run that `begin` creates."""
     file = folder / IDENTITY
     if file.exists():
         return read_text(file).strip()
@@ -132,7 +132,7 @@ def identity(folder: Path, begin: Callable[[], str]) -> str:
 
 
 def require(package: str, extra: str, key: str) -> None:
-    """Import a package before any sink is open."""
+    """Import a tracker's package, before any sink is opened."""
     try:
         __import__(package)
     except ImportError as error:
@@ -143,7 +143,7 @@ def require(package: str, extra: str, key: str) -> None:
 
 @contextmanager
 def _as_os_error(package: str) -> Iterator[None]:
-    """Turn any failure of a tracker into an OSError, which does not end the run."""
+    """Context that turns any failure of a tracker into an OSError, which does not end the run."""
     try:
         yield
     except OSError:

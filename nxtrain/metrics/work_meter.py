@@ -1,8 +1,8 @@
-"""Meter of a rank's peak memory, and of its time by kind of work and section of the step.
+"""Meter of a rank's peak memory, and of its time by kind of work and by section of the step.
 
-Each moment between two records counts for one kind, so that the kinds add up to the time between the records. Sections
-are parts of `training`. On devices that compute asynchronously, the host's clock sees the device's work as waits while
-numbers are read. There a timeline of events divides the time of the device instead.
+All time between two records counts for exactly one kind, so that the kinds add up to the time between the records.
+Sections are parts of `training`. On asynchronous devices, the host's clock measures the device's work as waits for
+metric values. There, a timeline of device events divides the device's time instead.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
     from nxtrain.backends.diagnostics import DeviceEvent
 
 WAITING = "waiting"
-"""Kind of the waits for other ranks, which count for no other kind."""
+"""Kind of the time that a rank waits for other ranks, which counts for no other kind."""
 
 
 class WorkTimeline(Protocol):
-    """Seconds by kind of work.
+    """Timeline that measures seconds by kind of work.
 
     Attributes:
-        spent: Seconds of each kind so far, without those of the open piece.
+        spent: Seconds of each kind so far, without the current piece of work.
     """
 
     spent: dict[str, float]
 
     def enter(self, kind: str) -> None:
-        """Begin a piece of work; the piece before has ended."""
+        """Begin a piece of work; the previous piece has ended."""
         ...
 
     def settle(self) -> None:
-        """Count the open piece up to this moment."""
+        """Count the current piece of work up to now."""
         ...
 
 
 class HostTimeline:
-    """Timeline by the host's clock; a piece costs two clock reads."""
+    """Timeline by the host's clock; a piece of work costs two clock reads."""
 
     def __init__(self, waited_s: Callable[[], float] = lambda: 0.0, clock: Clock = time.monotonic) -> None:
         self._waited_s, self._clock = waited_s, clock
@@ -62,10 +62,10 @@ class HostTimeline:
 
 
 class EventTimeline:
-    """Timeline by events in the queue of a device: the time until the device reaches the next piece.
+    """Timeline by events in a device queue: a piece lasts until the device reaches the next piece.
 
-    Work of the host that the device does not wait for takes no time here. A wait of the queue for other ranks begins
-    and ends with `wait`.
+    Host work that the device does not wait for takes no time here. `wait` marks the begin and the end of a wait of the
+    queue for other ranks.
     """
 
     def __init__(self, record: Callable[[], DeviceEvent]) -> None:
@@ -80,7 +80,7 @@ class EventTimeline:
             self._count()
 
     def wait(self, begins: bool) -> None:
-        """Begin or end a wait for other ranks; the piece of work around the wait goes on."""
+        """Begin or end a wait for other ranks inside the current piece of work."""
         if begins:
             self._around = self._pieces[-1][0]
             self.enter(WAITING)
@@ -99,17 +99,17 @@ class EventTimeline:
 
 
 KINDS = ("data", "training", "vote", "log", "evaluation", "checkpoint")
-"""Kinds of work of a step; the key of a kind in the records ends in `_s`."""
+"""Kinds of work of a step. The record key of each kind ends in `_s`."""
 
 SECTIONS: tuple[str, ...] = get_args(Section)
-"""Sections of `training`; a section has a key of the same form, where the timeline measures sections."""
+"""Sections of `training`, with record keys like those of kinds, where the timeline measures sections."""
 
 SAME_WORK = ("data", "training", *SECTIONS)
-"""Kinds that are equal work on all ranks of a stage, so that their times can be compared."""
+"""Kinds of work that are equal on all ranks of a stage, so that their times can be compared."""
 
 
 class WorkMeter(RunObserver):
-    """Counts seconds by kind of work; by default on the host's clock, without waits and peak memory."""
+    """Observer that measures seconds by kind of work, by default on the host's clock, without waits and peak memory."""
 
     def __init__(self, timeline: WorkTimeline | None = None, peak_memory_bytes: Callable[[], int] = lambda: 0) -> None:
         self._timeline, self._peak_memory_bytes = timeline or HostTimeline(), peak_memory_bytes
@@ -126,7 +126,7 @@ class WorkMeter(RunObserver):
         self._timeline.enter(name)
 
     def spent(self) -> dict[str, float]:
-        """Seconds of each kind so far, without those of the open piece; callable from any thread."""
+        """Seconds of each kind so far, without the current piece of work; callable from any thread."""
         return dict(self._timeline.spent)
 
     def measure(self, step: int) -> Mapping[str, float]:

@@ -1,1 +1,1 @@
-"""Modules of a decoder and its adapters, independent of devices and ranks."""
+"""Neural network modules of a decoder and of LoRA adapters, independent of devices and ranks."""

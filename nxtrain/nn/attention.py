@@ -1,6 +1,6 @@
-"""Causal self-attention with grouped queries.
+"""Causal self-attention with grouped queries, tensor parallel heads and optional context parallelism.
 
-Shapes: S sequence, B batch, D hidden, N query heads, K key/value heads, H head dimension; N, K of this rank.
+Shapes: S sequence, B batch, D hidden, N query heads, K key/value heads, H head dimension; N and K are of this rank.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ if TYPE_CHECKING:
 
 
 class CausalAttention(nn.Module):
-    """Causal attention core without parameters, a module of its own so that recomputation can wrap it.
+    """Causal attention without parameters, as a separate module that activation checkpointing can wrap.
 
     Args:
         kernels: Kernels of the device.
-        context_parallel: Ranks that share the positions of a sequence; None: this rank has all positions.
+        context_parallel: Attention over the ranks that share the positions of a sequence; None if this rank has all
+            positions.
 
     Attributes:
-        window: Most positions that a query sees, its own among them; None: no limit.
+        window: Sliding window in positions, the query's own included; None without a window.
     """
 
     def __init__(
@@ -52,13 +53,13 @@ class CausalAttention(nn.Module):
         positions: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """(S, B, N, H), (S, B, K, H), (S, B, K, H) to (S, B, N, H); S are the positions of this rank.
+        """Compute attention of this rank's S positions: q (S, B, N, H), k and v (S, B, K, H) to (S, B, N, H).
 
         Args:
             q, k, v: Queries, keys and values.
-            starts: (B, S) first position of each position's document; None: a row is one document.
+            starts: (B, S) first position of each position's document; None if each row is one document.
             positions: (S,) positions of this rank under context parallelism.
-            sinks: (N,) score of each head without a key; None: none.
+            sinks: (N,) attention sink score of each head; None without sinks.
         """
         if self._context_parallel is not None:
             assert positions is not None, "a rank of several knows its positions"
@@ -75,17 +76,16 @@ class CausalAttention(nn.Module):
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of a block's attention.
+    """Settings of the attention heads of a block.
 
     Args:
-        num, num_kv: Numbers of query heads, and of K/V heads, over all ranks.
-        width: H.
-        bias: The projections to queries, keys and values have biases.
-        norm_eps: Every head of the queries and keys is normalized before its rotation, with this added to the mean
-            square; None: no head is.
-        window: Most positions that a query sees, its own among them; None: no limit.
-        out_bias: The projection back has a bias.
-        sinks: Each query head has a score without a key in its softmax.
+        num, num_kv: Number of query heads, and of K/V heads, over all ranks.
+        width: Head dimension H.
+        bias: The query, key and value projections have biases.
+        norm_eps: Epsilon of the RMS norms of query and key heads, before their rotation; None without such norms.
+        window: Sliding window in positions, the query's own included; None without a window.
+        out_bias: The output projection has a bias.
+        sinks: Each query head has an attention sink, a learned score without a key in its softmax.
     """
 
     num: int
@@ -99,13 +99,13 @@ class Heads:
 
 
 class Attention(nn.Module):
-    """Projections, norms of heads if the model has them, rotation, causal attention and the projection back.
+    """Attention layer: projections, optional norms of heads, rotary embedding, causal attention and output projection.
 
-    K/V heads are sharded over tp like query heads; when tp exceeds their number, adjacent ranks hold the same head.
+    K/V heads are sharded over tp like query heads. If tp exceeds their number, adjacent ranks hold the same head.
 
     Args:
-        hidden_size: D.
-        heads: The heads.
+        hidden_size: Hidden size D.
+        heads: Settings of the heads.
         init, init_out: Initial values of the input and output projections.
         context: Layers and kernels of the model.
 
@@ -141,12 +141,12 @@ class Attention(nn.Module):
             self.sinks = nn.Parameter(torch.empty(spec.local_shape(layers.tp), dtype=context.dtype))
 
     def forward(self, x: Tensor, rope: Rope, starts: Tensor | None = None) -> Tensor:
-        """(S/tp, B, D) to (S/tp, B, D).
+        """Apply the attention layer: (S/tp, B, D) to (S/tp, B, D).
 
         Args:
             x: Activations.
-            rope: Rotary tables.
-            starts: (B, S) first position of each position's document; None: a row is one document.
+            rope: Tables of the rotary embedding.
+            starts: (B, S) first position of each position's document; None if each row is one document.
         """
         turn: Callable[[Tensor], Tensor] = rope
         if starts is not None:

@@ -1,7 +1,7 @@
-"""Losses of routers: the load balancing loss over all experts, and the z-loss of the logits.
+"""Auxiliary losses of mixture-of-experts routers: the load balancing loss over all experts, and the z-loss of logits.
 
-The statistics of a routing are sums over tokens and layers, (2E + 4,) float32, as `nxtrain.nn.mixture.Router` gives
-them. Both losses are functions of the sums over all ranks that have tokens of the same micro-step.
+Routing statistics are sums over tokens and layers, (2E + 4,) float32, as `nxtrain.nn.mixture.Router` returns them. Both
+losses are functions of the sums over all ranks that have tokens of the same micro-step.
 
 Source: Fedus et al. 2021 (arXiv:2101.03961) section 2.2; `load_balancing_loss_func` of transformers' Mixtral; Zoph et
 al. 2022 (arXiv:2202.08906) equation 5.
@@ -23,7 +23,7 @@ from nxtrain.parallel.regions import sum_over
 
 
 def balance_loss(routing: Tensor) -> tuple[Tensor, Tensor]:
-    """Load balancing loss and z-loss of a routing, () each.
+    """Load balancing loss and z-loss of routing statistics, () each.
 
     The load balancing loss is E * sum(f * P): f is the mean number of slots of each expert for a token, P the mean
     probability of each expert. f has no gradient.
@@ -37,7 +37,7 @@ def balance_loss(routing: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _WithGradientOf(torch.autograd.Function):
-    """A loss that keeps its value, with the gradient of its sum with another loss."""
+    """Autograd function that returns a loss unchanged, and adds the gradient of a second loss in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, other: Tensor) -> Tensor:
@@ -50,15 +50,15 @@ class _WithGradientOf(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class BatchRouterLosses(RouterLosses):
-    """Router losses of a micro-batch whose tokens are divided between ranks.
+    """Router losses of a micro-batch whose tokens are divided over ranks.
 
-    A mean of the ranks' own losses would be another function, since a loss is a product of means.
+    The statistics are summed over ranks first, since the mean of the ranks' losses would be a different function.
 
     Args:
-        aux_coef, z_coef: Factors of the load balancing loss and of the z-loss.
+        aux_coef, z_coef: Coefficients of the load balancing loss and of the z-loss.
         comm: Collectives.
-        axis: Ranks whose routings are of different tokens.
-        num_same: Ranks of the axis that have the same targets.
+        axis: Axis of the ranks that have different tokens.
+        num_same: Number of ranks of the axis that have the same targets.
     """
 
     aux_coef: float

@@ -1,10 +1,11 @@
-"""`torch.compile`, block by block or of the whole pass.
+"""Application of `torch.compile` to each block of a model, or to the whole forward and backward pass.
 
-Model code is unchanged. Blocks are alike, so one of them is compiled for all. Sharding hooks of a block run outside its
-graph; recomputation and the collectives of tensor parallelism are inside. A whole pass is one graph forward and one
-backward, with embedding, loss, and the collectives of `graph_sharding`. Its compilation takes longer with each block.
+Model code is unchanged. Blocks are alike, so one compiled graph serves all blocks. Sharding hooks of a block run
+outside of its graph. Activation checkpointing and tensor parallel collectives are inside. A whole pass has one forward
+and one backward graph, with embedding, loss, and the collectives of `graph_sharding`. Its compile time grows with the
+number of blocks.
 
-Source: torchtitan compiles the same parts, after recomputation and before sharding (`apply_compile` in
+Source: torchtitan compiles the same parts, after activation checkpointing and before sharding (`apply_compile` in
 torchtitan/distributed/compile.py of https://github.com/pytorch/torchtitan at b5bcd76).
 """
 
@@ -22,18 +23,18 @@ from nxtrain.common.family import CausalLM
 
 
 def compile_model(model: nn.Module, backend: Backend, *, whole: bool) -> None:
-    """Compile the blocks of a model, or its whole loss.
+    """Apply `torch.compile` to the blocks of a model, or to its whole loss.
 
     Args:
         model: A `CausalLM`, changed in place; its parameters keep their names.
-        backend: Backend, whose compiler is used.
-        whole: One graph from token ids to the loss, in place of one per block.
+        backend: Backend that provides the compiler.
+        whole: Compile one graph from token ids to the loss, instead of one per block.
 
     Raises:
         ConfigError: `torch.compile` does not support the device.
     """
     if backend.compiler is None:
-        reason = f"the backend {backend.name} records whole steps, and its own compiler gets them"
+        reason = f"the backend {backend.name} records whole steps for its own compiler"
         raise ConfigError([Problem("compile.torch_compile", reason, hint="use false")])
     # Static shapes: graphs with dynamic shapes are slower, and TorchNeuron has none. A graph break is an error, not a
     # slow run.

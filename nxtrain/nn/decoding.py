@@ -1,13 +1,13 @@
-"""Incremental decoding with a cache of keys and values, so that a further token costs one token's work.
+"""Incremental decoding with a KV cache, so that each further token costs only one token's computation.
 
-Model code is unchanged. The decoder replaces the forward of existing modules: attention cores get the keys and values
-of all earlier tokens, and rotary embeddings get absolute positions.
+Model code is unchanged. The decoder replaces the forward methods of existing modules. Attention gets the keys and
+values of all earlier tokens, and rotary embeddings get absolute positions.
 
-Texts of different lengths are read together. Short pieces are padded on the right. Keys and values of padding go to a
-last row of the cache, which no query sees, so that padding reaches no score.
+Texts of different lengths are processed in one batch, with padding on the right. Keys and values of padding go to a
+last row of the cache, which is masked for all queries, so that padding has no effect.
 
 Shapes: S new tokens, T capacity of the cache, B texts, N query heads, K key/value heads, R = N / K, H head dimension,
-V vocabulary; N, K of this rank.
+V vocabulary. N and K are of this rank.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from nxtrain.nn.attention import CausalAttention
 from nxtrain.nn.rope import Rope
 
 CHUNK = 256
-"""Tokens of all texts that are computed at once; bounds the memory of attention scores and logits."""
+"""Maximum number of tokens, over all texts, computed at once. Bounds the memory of attention scores and logits."""
 
 _FIRST_CAPACITY = 256
-"""Initial capacity of a cache in tokens; each growth doubles the capacity, so that compiled graphs are few."""
+"""Initial capacity of a KV cache in tokens. Each growth doubles the capacity, so that few graphs are compiled."""
 
 
 class Decoder:
-    """A model that reads texts incrementally, several at a time.
+    """Incremental decoder of several texts at a time, with a KV cache.
 
     Args:
         model: A `CausalLM` with all of its layers on each rank; changed in place, and not usable for training
@@ -41,7 +41,7 @@ class Decoder:
         put: Moves a host tensor to the device of the model.
 
     Raises:
-        ConfigError: The model's family has attention of its own.
+        ConfigError: The model's family has its own attention module.
     """
 
     def __init__(self, model: CausalLM, put: Callable[[Tensor], Tensor]) -> None:
@@ -58,11 +58,11 @@ class Decoder:
         self.begin(1)
 
     def begin(self, num_texts: int, capacity: int = 0) -> None:
-        """Forget all texts, and begin new empty ones.
+        """Clear the KV cache, and begin with new empty texts.
 
         Args:
-            num_texts: B.
-            capacity: Initial capacity of the cache in tokens; 0: some hundreds.
+            num_texts: Number of texts B.
+            capacity: Initial capacity of the cache in tokens; 0 for a default of some hundreds.
         """
         self._lengths, self._capacity = [0] * num_texts, capacity or _FIRST_CAPACITY
         self._positions = self._rows = torch.empty(0)
@@ -71,13 +71,13 @@ class Decoder:
             cache.clear()
 
     def scores(self, pieces: Sequence[Sequence[int]]) -> Tensor:
-        """Read further tokens of each text.
+        """Process further tokens of each text, and return the logits of its next token.
 
         Args:
-            pieces: New tokens of each text, perhaps none.
+            pieces: New tokens of each text; may be empty.
 
         Returns:
-            (B, V) float32 logits of the next token on the host; rows of texts without new tokens are zeros.
+            (B, V) float32 logits of the next token, on the host. Rows of texts without new tokens are zeros.
         """
         all_logits = torch.empty(0)
         for start, logits in self.read(pieces):
@@ -89,15 +89,15 @@ class Decoder:
         return all_logits
 
     def read(self, pieces: Sequence[Sequence[int]], chunk: int = 0) -> Iterator[tuple[int, Tensor]]:
-        """Read further tokens of each text, a chunk at a time.
+        """Process further tokens of each text, one chunk at a time, and yield the logits of each chunk.
 
         Args:
-            pieces: New tokens of each text, perhaps none.
-            chunk: Tokens of all texts that are computed at once; 0: `CHUNK`.
+            pieces: New tokens of each text; may be empty.
+            chunk: Maximum number of tokens, over all texts, computed at once; 0 for `CHUNK`.
 
         Yields:
-            Number of the first token of a chunk in each piece, and (B, S, V) logits after each token on the device.
-            Logits after the end of a piece have no meaning.
+            Index of the chunk's first token in each piece, and (B, S, V) logits after each token, on the device. Logits
+            after the end of a piece are undefined.
         """
         width = max(1, (chunk or CHUNK) // len(pieces))
         for start in range(0, max(map(len, pieces)), width):
@@ -106,7 +106,7 @@ class Decoder:
 
     @torch.no_grad()
     def _compute(self, pieces: Sequence[Sequence[int]]) -> Tensor:
-        """Logits (B, S, V) of one chunk."""
+        """Compute the logits (B, S, V) of one chunk of tokens."""
         lengths, sizes = self._lengths, [len(piece) for piece in pieces]
         width, ends = max(sizes), [length + size for length, size in zip(lengths, sizes, strict=True)]
         while self._capacity < max(ends):
@@ -142,7 +142,7 @@ class Decoder:
         positions: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """(S, B, N, H), (S, B, K, H), (S, B, K, H) to (S, B, N, H)."""
+        """Attention to the cached keys and values: q (S, B, N, H), k and v (S, B, K, H) to (S, B, N, H)."""
         keys, values = cache.add(k, v, self._rows, self._capacity)
         repeats = q.shape[2] // k.shape[2]
         # The query heads of a key/value head become further queries, so that keys and values are not copied.
@@ -160,7 +160,7 @@ class Decoder:
         return heads.permute(3, 0, 1, 2, 4).flatten(2, 3)
 
     def _visible_in(self, window: int | None) -> Tensor:
-        """Mask of the cached keys that each new token sees: (B, S, T + 1)."""
+        """Attention mask of the cached keys for each new token: (B, S, T + 1)."""
         if window not in self._visible:
             keys = self._put(torch.arange(self._capacity + 1))
             positions = self._positions.t()[..., None]
@@ -172,17 +172,17 @@ class Decoder:
 
 
 class _Cache:
-    """Keys and values of one block, (B, K, T + 1, H): rows by position, and a last row for padding."""
+    """KV cache of one block, (B, K, T + 1, H): one row per position, and a last row for padding."""
 
     def __init__(self) -> None:
         self._kept: tuple[Tensor, ...] = ()
 
     def clear(self) -> None:
-        """Forget all keys and values."""
+        """Clear all keys and values."""
         self._kept = ()
 
     def add(self, k: Tensor, v: Tensor, rows: Tensor, capacity: int) -> tuple[Tensor, ...]:
-        """Write keys and values (S, B, K, H) into rows (B, S), and return the cached ones."""
+        """Write keys and values (S, B, K, H) to the cache rows (B, S), and return the whole cache."""
         new = [x.permute(1, 2, 0, 3) for x in (k, v)]
         if not self._kept:
             self._kept = tuple(x.new_zeros(*x.shape[:2], capacity + 1, x.shape[3]) for x in new)

@@ -1,11 +1,11 @@
-"""Dropout before adapters, from counter-based bits: the same masks on every layout, in recomputation and on resume.
+"""Dropout of adapter inputs with counter-based random bits: equal masks in every layout, recomputation and resume.
 
-An entry is left out by the hash of the seed, the layer, the number of its sequence in the run, its position and its
-feature. No state of a random generator is involved.
+An entry is dropped depending on a hash of the seed, the layer, the sequence's index in the run, the position and the
+feature. There is no state of a random generator.
 
-The numbers are tensors on the device. No number of a step, of a rank or of a layer is part of a compiled graph.
+These inputs of the hash are tensors on the device. No constant of a step, rank or layer is part of a compiled graph.
 
-Shapes: S sequence, B batch, I features, of this rank each.
+Shapes: S sequence, B batch, I features, each of this rank.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from nxtrain.common.mesh import Axis
 from nxtrain.config.schema import RunConfig
 
 Recompute: TypeAlias = Callable[..., Tensor]
-"""Call of a function whose backward pass calls the function again; see `Kernels.recompute`."""
+"""Function with the signature of `Kernels.recompute`, whose backward pass recomputes a function."""
 
 _ATTRIBUTE = "adapter_dropout"
 
 
 class LayerDropout:
-    """Masks of one layer's input.
+    """Dropout of one layer's input.
 
     Args:
-        masks: Masks of the model.
+        masks: Dropout of the whole model.
         name: Name of the layer.
-        positions: Positions of the whole sequence that this rank holds: (S,) int64.
-        features: Features of the whole input that this rank holds.
+        positions: Sequence positions of this rank: (S,) int64.
+        features: Indices of the input features of this rank.
     """
 
     def __init__(self, masks: Dropout, name: str, positions: Tensor, features: range) -> None:
@@ -47,7 +47,7 @@ class LayerDropout:
         self._key = self._positions = self._features = torch.empty(0)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Leave entries of an activation out, and scale the others up: (S, B, I) to the same shape."""
+        """Drop entries of an activation, and scale up the others: (S, B, I) to the same shape."""
         masks = self._masks
         if masks.sequences is None:
             return x
@@ -56,7 +56,7 @@ class LayerDropout:
         return (x / masks.kept).masked_fill((bits < masks.limit).view(x.shape), 0)
 
     def prepare(self, seed: int, device: torch.device) -> None:
-        """Upload the numbers of the layer."""
+        """Upload the layer's hash inputs to the device."""
         digest = hashlib.blake2b(f"{seed}:dropout:{self._name}".encode(), digest_size=4).digest()
         key = int.from_bytes(digest, "little", signed=True) | 1
         self._key = torch.tensor([key], dtype=torch.int32).to(device)
@@ -66,18 +66,18 @@ class LayerDropout:
 
 
 class Dropout:
-    """Masks of all layers of a model, which follow the passes through each of its parts.
+    """Dropout of all layers of a model, which counts the passes through each part of the model.
 
     Args:
         config: Configuration of the run.
         dp: Data parallel axis.
         positions: Positions of this rank between the layers without sequence parallelism: (S,) int64.
-        put: Upload of the numbers of sequences, as `Backend.put`.
+        put: Copies a host tensor to the device, as `Backend.put`.
 
     Attributes:
-        sequences: (B,) int32, hashes of the numbers of the sequences at work; None: no entry is left out.
-        kept: () float32, share of the entries that stay.
-        limit: () int32, least bits of an entry that stays.
+        sequences: (B,) int32, hashes of the current sequences' indices; None without dropout.
+        kept: () float32, share of the entries that are kept.
+        limit: () int32, smallest random bits with which an entry is kept.
     """
 
     def __init__(self, config: RunConfig, dp: Axis, positions: Tensor, put: Callable[[Tensor], Tensor]) -> None:
@@ -96,12 +96,12 @@ class Dropout:
         self.limit = torch.tensor(min(round(share * (1 << 32)), (1 << 32) - 1) - (1 << 31), dtype=torch.int32)
 
     def of_layer(self, name: str, features: range, sequence: Axis | None = None) -> LayerDropout:
-        """Make the masks of a layer.
+        """Create the dropout of one layer's input.
 
         Args:
             name: Name of the layer.
-            features: Features of the input that this rank holds.
-            sequence: Axis over which the positions are sharded; None: this rank holds all of them.
+            features: Indices of the input features of this rank.
+            sequence: Axis over which the positions are sharded; None if this rank has all of them.
         """
         positions = self._whole
         if sequence is not None:
@@ -110,11 +110,11 @@ class Dropout:
         return self._layers[-1]
 
     def attach(self, model: nn.Module, parts: Sequence[int]) -> None:
-        """Count the training passes through each part of a model, at the first block of the part.
+        """Install a hook at the first block of each model part, which counts the training passes.
 
         Args:
             model: A `CausalLM` with the layers.
-            parts: Number of blocks of each part; a part computes the micro-batches of a step in their order.
+            parts: Number of blocks of each part. A part computes the micro-batches of a step in order.
         """
         setattr(model, _ATTRIBUTE, self)
         blocks = iter(cast(CausalLM, model).blocks)
@@ -124,11 +124,11 @@ class Dropout:
         self._passes = [(0, 0)] * len(parts)
 
     def begin(self, steps: int, sizes: BatchSizes) -> None:
-        """Continue after a number of finished steps; `sizes` has the global batch of each step."""
+        """Set the pass counters to a number of finished steps; `sizes` has the global batch size of each step."""
         self._sizes, self._passes = sizes, [(steps, 0)] * len(self._passes)
 
     def recomputing(self, recompute: Recompute) -> Recompute:
-        """The same recomputation, with the masks of the first call, whatever passes there are between both calls."""
+        """Wrap a recompute function so that the recomputation uses the masks of the first call."""
 
         def of_same_sequences(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
             return recompute(partial(self._within, function), self.sequences, *inputs)
@@ -145,7 +145,7 @@ class Dropout:
             self.sequences = at_work
 
     def _enter(self, part: int, block: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Number the sequences of a pass. A recomputation calls the block's forward itself, and does not come here."""
+        """Set the sequence indices of a pass; a recomputation calls the block's forward directly, and not this hook."""
         if not torch.is_grad_enabled():
             self.sequences = None
             return
@@ -164,12 +164,12 @@ class Dropout:
 
 
 def resume_dropout(model: nn.Module, steps: int, sizes: BatchSizes) -> None:
-    """Let the masks of a model go on after finished steps, see `Dropout.begin`; does nothing without dropout."""
+    """Set the dropout of a model to a number of finished steps, see `Dropout.begin`; do nothing without dropout."""
     dropout: Dropout | None = getattr(model, _ATTRIBUTE, None)
     if dropout is not None:
         dropout.begin(steps, sizes)
 
 
 def _hashes(numbers: Tensor) -> Tensor:
-    """Hashes of numbers, (count,) int64 to int32; numbers wrap around."""
+    """Hashes of integers, (count,) int64 to int32, with wraparound."""
     return mix_(numbers.to(torch.int32))

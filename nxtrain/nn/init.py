@@ -1,8 +1,8 @@
-"""Initial weights of a model, drawn on the host, with the same bits in every layout.
+"""Random initialization of a model's weights on the host, with equal bits in every parallel layout.
 
-A tensor is drawn in tiles, each from a counter-based generator keyed by the seed, the tensor's global name and the
+A tensor is drawn in tiles. Each tile has a counter-based generator, keyed by the seed, the tensor's global name and the
 tile's position. A rank draws only the tiles that overlap its shard, so no process ever holds a whole model. A weight
-does not depend on tp, pp, dp, on fusing, on the device or on the other weights of the model.
+does not depend on tp, pp, dp, fusing, the device, or other weights of the model.
 
 Source: Salmon et al. 2011 (Philox, doi:10.1145/2063384.2063405).
 """
@@ -23,17 +23,17 @@ from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import Init, ParamTable, ShardSpec
 
 TILE = 256
-"""Edge of a tile in entries; another value would change the weights of every seed."""
+"""Edge length of a tile in entries. Another value would change the weights for every seed."""
 
 
 _DRAWS: dict[str, Callable[[np.random.Generator, list[int]], NDArray[np.float32]]] = {
     "normal": lambda bits, extent: bits.standard_normal(extent, dtype=np.float32),
     "uniform": lambda bits, extent: (bits.random(extent, dtype=np.float32) * 2 - 1) * np.float32(math.sqrt(3)),
 }
-"""Draws of mean 0 and standard deviation 1, by kind of initial values."""
+"""Functions that draw random numbers with mean 0 and standard deviation 1, by kind of initialization."""
 
 Fill = Callable[[str, Tensor], None]
-"""Function that writes a parameter, given its name and a host tensor of zeros for this rank's shard."""
+"""Function that initializes a parameter, given its name and a host tensor of zeros for this rank's shard."""
 
 
 def materialize(
@@ -43,14 +43,14 @@ def materialize(
     within: nn.Module | None = None,
     stored: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
 ) -> None:
-    """Allocate the parameters and buffers of a model on the meta device; parameters with storage are skipped.
+    """Allocate the parameters and buffers of a model that is on the meta device; allocated parameters are skipped.
 
     Args:
-        model: Built on the meta device; shared parameters stay shared.
+        model: Model on the meta device. Shared parameters stay shared.
         put: Copies a host tensor to the device.
-        fill: Writes each parameter; None keeps zeros, for a later load of a checkpoint.
-        within: Submodule to allocate; None: the whole model.
-        stored: Type in which a parameter is stored; by default its own.
+        fill: Initializes each parameter; None keeps zeros, for a later checkpoint load.
+        within: Submodule to allocate; None for the whole model.
+        stored: Type in which a parameter is stored; by default its own type.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     made: dict[int, nn.Parameter] = {}
@@ -72,7 +72,7 @@ def materialize(
 
 
 def draw(table: ParamTable, axis: Axis, seed: int) -> Fill:
-    """A `fill` for `materialize` that draws each parameter by its `ShardSpec`."""
+    """Fill function for `materialize` that draws each parameter according to its `ShardSpec`."""
 
     def fill(name: str, local: Tensor) -> None:
         draw_shard(local, name, table[name], axis, seed)
@@ -81,7 +81,7 @@ def draw(table: ParamTable, axis: Axis, seed: int) -> Fill:
 
 
 def draw_shard(local: Tensor, name: str, spec: ShardSpec, axis: Axis, seed: int) -> None:
-    """Fill this rank's shard of one parameter, in place; padding is not changed."""
+    """Draw this rank's shard of one parameter in place; padding is not changed."""
     for piece, view in spec.views(local, axis):
         if spec.init.kind == "ones":
             view.fill_(1.0)
@@ -95,7 +95,7 @@ def draw_shard(local: Tensor, name: str, spec: ShardSpec, axis: Axis, seed: int)
 
 
 def _draw(view: Tensor, name: str, shape: tuple[int, ...], offsets: list[int], init: Init, seed: int) -> None:
-    """Fill a view with entries [offsets, offsets + view.shape) of the tensor `name` of shape `shape`."""
+    """Draw the entries [offsets, offsets + view.shape) of tensor `name` with shape `shape` into a view."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest()
     key = np.frombuffer(digest, dtype=np.uint64)
     spans = [range(start // TILE, -(-(start + size) // TILE)) for start, size in zip(offsets, view.shape, strict=True)]

@@ -1,9 +1,9 @@
-"""Low-rank adapters next to the frozen linear layers of a model: x W^T + scale (x A^T) B^T.
+"""LoRA adapters of the frozen linear layers of a model: x W^T + scale (x A^T) B^T.
 
-Model code is unchanged: parameters are added to existing layers, whose forward is replaced. A layer of several segments
-has an adapter for each, as the unfused layers of PEFT have. The matrix on the side of the layer's whole features is
-replicated over tp, and the other one is sharded like the layer's weight. Between both, activations are r wide, and only
-these are exchanged: gathered before a sharded B, or summed after a sharded A.
+Model code is unchanged. Parameters are added to existing layers, and their forward methods are replaced. A fused layer
+has one adapter for each segment, like the unfused layers of PEFT. The matrix on the side of the unsharded features is
+replicated over tp. The other matrix is sharded like the layer's weight. Only activations of width r are communicated:
+all-gathered before a sharded B, or all-reduced after a sharded A.
 
 Shapes: S sequence, B batch, I inputs, O outputs, R rank of the adapters, n adapters of one layer.
 
@@ -38,34 +38,34 @@ from nxtrain.parallel.linear import ColumnLinear, RowLinear
 from nxtrain.parallel.regions import TensorParallel
 
 A, B = "lora_A", "lora_B"
-"""Names of the parameters of an adapted layer, PEFT's names of its modules."""
+"""Parameter names of the LoRA matrices in an adapted layer, which are PEFT's module names."""
 
 EXPERT_TARGETS = "experts.gate_up_proj", "experts.down_proj"
-"""Targets for the input and output projections of all experts, PEFT's names of the stacked parameters."""
+"""Adapter targets for the gate-up and down projections of all experts, with PEFT's names of the stacked parameters."""
 
 _SWITCH = "adapter_switch"
 
 
 def is_adapter(parameter: str) -> bool:
-    """True for the name of an adapter's parameter."""
+    """True if a parameter name belongs to an adapter."""
     return parameter.rpartition(".")[2] in {A, B}
 
 
 def scale_of(config: FinetuneConfig) -> float:
-    """Factor of an adapter's output."""
+    """Scale of an adapter's output."""
     if config.rslora:
         return config.alpha / math.sqrt(config.r)
     return config.alpha / config.r
 
 
 def adapt(model: nn.Module, config: FinetuneConfig, tp: TensorParallel, dropout: Dropout | None = None) -> None:
-    """Freeze a model, and add adapters to the linear layers of its blocks.
+    """Freeze a model, and add LoRA adapters to linear layers of its blocks.
 
     Args:
         model: A `CausalLM` on the meta device, changed in place; its parameters keep their names.
-        config: Rank, scale and layers of the adapters.
+        config: The section [finetune].
         tp: Tensor parallel context of the layers.
-        dropout: Masks of the adapters' inputs; None: inputs are whole.
+        dropout: Dropout of the adapters' inputs; None without dropout.
 
     Raises:
         ConfigError: A target is not a linear layer of the blocks, or the rank is larger than every adapted layer.
@@ -99,7 +99,10 @@ def adapt(model: nn.Module, config: FinetuneConfig, tp: TensorParallel, dropout:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Context in which an adapted model computes what its frozen weights alone compute, bit for bit."""
+    """Context in which the adapters of a model are off, so that only its frozen weights compute.
+
+    The results are equal bit for bit to those of the model without adapters.
+    """
     switch: _Switch = getattr(model, _SWITCH)
     switch.is_off = True
     try:
@@ -110,7 +113,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 @dataclass
 class _Switch:
-    """Switch of all adapters of a model."""
+    """On-off switch of all adapters of a model."""
 
     is_off: bool = False
 
@@ -123,7 +126,7 @@ def _adapt_layer(
     dropout: Dropout | None,
     switch: _Switch,
 ) -> Sequence[str]:
-    """Add the adapters of one layer, and return the names of the layer's segments."""
+    """Add the adapters of one layer, and return the names of its segments."""
     spec = layer.specs["weight"]
     names = [path.rpartition(".")[2]]
     if isinstance(layer, ColumnLinear):
@@ -166,7 +169,7 @@ def _adapt_layer(
 
 
 def _adapt_experts(experts: Experts, config: FinetuneConfig, tp: TensorParallel, switch: _Switch) -> Sequence[int]:
-    """Add the adapters of the experts' matrices in `targets`; return the sizes of the adapted matrices."""
+    """Add the adapters of the expert matrices named in `targets`; return the sizes of the adapted matrices."""
     widths: list[int] = []
     for target, module in zip(EXPERT_TARGETS, (experts.gate_up_proj, experts.down_proj), strict=True):
         if target not in config.targets:
@@ -185,7 +188,7 @@ def _adapt_experts(experts: Experts, config: FinetuneConfig, tp: TensorParallel,
 
 
 def _expert_updates(experts: Experts, factor: float, switch: _Switch) -> tuple[LowRank | None, LowRank | None]:
-    """Updates of the input and output projections of the experts; None without an adapter, or if adapters are off."""
+    """Adapter functions of the experts' gate-up and down projections; None without an adapter, or if switched off."""
     updates: list[LowRank | None] = []
     for module in (experts.gate_up_proj, experts.down_proj):
         a, b = getattr(module, A, None), getattr(module, B, None)
@@ -203,15 +206,15 @@ def _expert_updates(experts: Experts, factor: float, switch: _Switch) -> tuple[L
 
 @dataclass(frozen=True)
 class _Adapters:
-    """Adapters of one layer.
+    """LoRA adapters of one layer.
 
     Args:
         chosen: Indices of the segments with an adapter.
-        r: Rank of each.
-        scale: Factor of their output.
+        r: Rank of each adapter.
+        scale: Scale of the adapters' output.
         tp: Tensor parallel context of the layer.
-        drop: Masks of their input; None: the input is whole.
-        switch: Switch of the model's adapters.
+        drop: Dropout of the input; None without dropout.
+        switch: On-off switch of the model's adapters.
     """
 
     chosen: tuple[int, ...]
@@ -222,14 +225,14 @@ class _Adapters:
     switch: _Switch
 
     def down(self, x: Tensor, a: Tensor) -> Tensor:
-        """Scaled product with A: (..., I) to (..., n R)."""
+        """Scaled product of the input with A: (..., I) to (..., n R)."""
         if self.drop is not None:
             x = self.drop(x)
         return self.tp.kernels.linear(x, a) * self.scale
 
 
 def _column_forward(layer: Any, x: Tensor) -> Tensor:
-    """Forward pass of a column layer with adapters: (S/tp, B, I) to (S, B, O/tp)."""
+    """Forward pass of a column-parallel layer with adapters: (S/tp, B, I) to (S, B, O/tp)."""
     out = ColumnLinear.forward(layer, x)
     if layer.adapters.switch.is_off:
         return out
@@ -237,7 +240,7 @@ def _column_forward(layer: Any, x: Tensor) -> Tensor:
 
 
 def _column_enter(layer: Any, x: Tensor) -> tuple[Tensor, ...]:
-    """`ColumnLinear.enter` with adapters: (S/tp, B, I) to (S, B, n R); nothing if the adapters are off."""
+    """`ColumnLinear.enter` of the adapters: (S/tp, B, I) to (S, B, n R); nothing if the adapters are off."""
     adapters: _Adapters = layer.adapters
     if adapters.switch.is_off:
         return ()
@@ -245,7 +248,7 @@ def _column_enter(layer: Any, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _column_product(layer: Any, x: Tensor, *columns: Tensor) -> Tensor:
-    """`ColumnLinear.product` with adapters."""
+    """`ColumnLinear.product` with the adapters' outputs added."""
     out = ColumnLinear.product(layer, x)
     if not columns:
         return out
@@ -253,7 +256,7 @@ def _column_product(layer: Any, x: Tensor, *columns: Tensor) -> Tensor:
 
 
 def _column_update(layer: Any, out: Tensor, columns: Tensor) -> Tensor:
-    """Output of the adapters of a column layer, from the outputs of their A: (T, B, n R) to (T, B, O/tp)."""
+    """Output of a column-parallel layer's adapters, given the outputs of A: (T, B, n R) to (T, B, O/tp)."""
     adapters: _Adapters = layer.adapters
     parts = columns.split(adapters.r, dim=-1)
     rows = layer.lora_B.split([layer.split_sizes[index] for index in adapters.chosen])
@@ -269,7 +272,7 @@ def _column_update(layer: Any, out: Tensor, columns: Tensor) -> Tensor:
 
 
 def _row_forward(layer: Any, x: Tensor) -> Tensor:
-    """Forward pass of a row layer with an adapter: (S, B, I/tp) to (S/tp, B, O)."""
+    """Forward pass of a row-parallel layer with an adapter: (S, B, I/tp) to (S/tp, B, O)."""
     out, tp = RowLinear.forward(layer, x), layer.adapters.tp
     if layer.adapters.switch.is_off:
         return out
@@ -279,14 +282,14 @@ def _row_forward(layer: Any, x: Tensor) -> Tensor:
 
 
 def _row_product(layer: Any, x: Tensor) -> tuple[Tensor, ...]:
-    """`RowLinear.product` with an adapter, whose columns are partial sums as well."""
+    """`RowLinear.product` with the output of A, which is a partial sum too."""
     if layer.adapters.switch.is_off:
         return RowLinear.product(layer, x)
     return *RowLinear.product(layer, x), layer.adapters.down(x, layer.lora_A)
 
 
 def _row_exit(layer: Any, out: Tensor, *columns: Tensor) -> Tensor:
-    """`RowLinear.exit` with an adapter: (S, B, O), (S, B, R) to (S/tp, B, O)."""
+    """`RowLinear.exit` with the adapter's output added: (S, B, O), (S, B, R) to (S/tp, B, O)."""
     if not columns:
         return RowLinear.exit(layer, out)
     tp = layer.adapters.tp

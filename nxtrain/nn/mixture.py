@@ -1,6 +1,6 @@
-"""Mixture of experts: a router chooses feed-forwards for each token.
+"""Mixture-of-experts layer, in which a router selects k expert feed-forwards for each token.
 
-Shapes: S sequence, B batch, D hidden, E experts, k experts of a token; S/tp under sequence parallelism, else S.
+Shapes: S sequence, B batch, D hidden, E experts, k experts of a token; S/tp is S without sequence parallelism.
 
 Source: Shazeer et al. 2017 (arXiv:1701.06538); Jiang et al. 2024 (arXiv:2401.04088) section 2.1.
 """
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class Router(nn.Module):
-    """Choice of the k most probable experts of each token, computed in float32.
+    """Top-k router of a mixture-of-experts layer, computed in float32.
 
-    Of equally probable experts, the router takes the one of the lower index, on every device.
+    Of equally probable experts, the router selects the expert with the lower index, on every device.
 
     Args:
-        hidden_size: D.
+        hidden_size: Hidden size D.
         mixture: Number of experts.
         init: Initial values of the weight.
         context: Layers and kernels of the model.
@@ -44,15 +44,15 @@ class Router(nn.Module):
         self._mixture, self._kernels = mixture, context.kernels
 
     def forward(self, x: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """(S/tp, B, D) to the weights of the experts (S/tp, B, k) float32, their indices, and the routing of the layer.
+        """Route tokens (S/tp, B, D) to experts: weights (S/tp, B, k) float32, expert indices, and routing statistics.
 
-        The routing is (2E + 4,) float32, sums over tokens: slots of each expert, probabilities of each expert, squared
-        logarithms of the sums of the exponentials of the logits, tokens, entropies of the probabilities, and slots that
-        no expert computes, here 0. Slots and entropies have no gradient.
+        The statistics are (2E + 4,) float32, sums over tokens. They are slots of each expert, probabilities of each
+        expert, squared log-sum-exp of the logits, tokens, entropies of the probabilities, and dropped slots, here 0.
+        Slots and entropies have no gradient.
 
         Args:
             x: Activations.
-            counted: (S/tp, B) float32, 1 for a token that the routing counts and 0 for another; None: all count.
+            counted: (S/tp, B) float32, 1 for a token that counts in the statistics and 0 otherwise; None if all count.
         """
         mixture = self._mixture
         logits = self._kernels.linear(x.float(), self.weight.float())
@@ -68,7 +68,10 @@ class Router(nn.Module):
 
 
 def _statistics(logits: Tensor, probabilities: Tensor, indices: Tensor, counted: Tensor | None) -> Tensor:
-    """Routing of a layer, (2E + 4,): (T, E) twice, (S/tp, B, k), and (S/tp, B), T = S/tp * B."""
+    """Routing statistics of a layer, (2E + 4,).
+
+    The inputs are (T, E) twice, (S/tp, B, k), and (S/tp, B), where T = S/tp * B.
+    """
     num_tokens, num_experts = logits.shape
     numbers = torch.arange(num_experts, device=logits.device)
     hits = indices.flatten().unsqueeze(1) == numbers
@@ -87,18 +90,19 @@ def _statistics(logits: Tensor, probabilities: Tensor, indices: Tensor, counted:
 
 
 def load_of(routing: Tensor) -> Tensor:
-    """Load of a layer, (E + 3,) float32 without gradient: slots of each expert, tokens, entropies, dropped slots."""
+    """Expert loads of a layer, (E + 3,) float32 without gradient: slots by expert, tokens, entropies, dropped slots."""
     num_experts = (routing.shape[0] - 4) // 2
     return torch.cat([routing[:num_experts], routing[-3:]]).detach()
 
 
 class MixtureOfExperts(nn.Module):
-    """Weighted sum over the experts that the router chooses.
+    """Mixture-of-experts feed-forward: the weighted sum of the experts that the router selects.
 
     Args:
-        hidden_size: D.
+        hidden_size: Hidden size D.
         mixture: Number and width of the experts.
-        init, init_out: Initial values of the input and output projections; the router has those of the former.
+        init, init_out: Initial values of the input and output projections; the router is initialized like the input
+            projections.
         context: Layers and kernels of the model.
     """
 
@@ -113,9 +117,9 @@ class MixtureOfExperts(nn.Module):
         )
 
     def forward(self, x: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(S/tp, B, D) to (S/tp, B, D), and the routing of the layer, with the slots that no expert computes.
+        """Apply the layer: (S/tp, B, D) to (S/tp, B, D), and the routing statistics with the number of dropped slots.
 
-        `counted` is that of the router.
+        `counted` is as for `Router.forward`.
         """
         weights, indices, routing = getattr(self, self._router)(x, counted)
         out, num_dropped = self.experts(x, weights, indices)

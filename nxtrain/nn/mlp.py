@@ -1,6 +1,6 @@
-"""Feed-forward block with a gated unit.
+"""Gated feed-forward (SwiGLU) of a transformer block.
 
-Shapes: S sequence, B batch, D hidden, F intermediate of this rank.
+Shapes: S sequence, B batch, D hidden, F intermediate size of this rank.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)).
+    """Gated feed-forward down(silu(gate(x)) * up(x)), tensor parallel.
 
-    If tp does not divide the intermediate size, the size is padded. Padded columns are zero on both sides of the
-    product, stay zero and contribute nothing.
+    If tp does not divide the intermediate size, the size is padded. Padded columns are zero in all matrices, stay zero,
+    and contribute nothing.
 
     Args:
-        hidden_size: D.
+        hidden_size: Hidden size D.
         intermediate_size: Intermediate size over all ranks.
         init, init_out: Initial values of the input and output projections.
         context: Layers and kernels of the model.
@@ -48,7 +48,7 @@ class GatedMLP(nn.Module):
         self.down_proj = layers.row(intermediate_size, hidden_size, init_out)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(S/tp, B, D) to (S/tp, B, D)."""
+        """Apply the feed-forward: (S/tp, B, D) to (S/tp, B, D)."""
         if self._fused:
             hidden = self._kernels.swiglu(self.gate_up_proj(x))
         else:
@@ -56,9 +56,10 @@ class GatedMLP(nn.Module):
         return self.down_proj(hidden)  # type: ignore[no-any-return]
 
     def num_chunks(self, x: Tensor, longest: int) -> int:
-        """Chunks of at most some positions; 1 if the layers cannot be computed in chunks.
+        """Number of chunks of a limited number of positions; 1 if the layers do not support chunks.
 
-        Layers of another library cannot, nor layers that postpone their weight gradients, which keep all activations.
+        Layers of another library do not support chunks. Neither do layers that postpone weight gradients, since they
+        keep all activations.
         """
         for layer in (*self._columns, self.down_proj):
             if not isinstance(layer, SplitBackward) or layer.postpone is not None or not layer.is_uniform:
@@ -69,7 +70,7 @@ class GatedMLP(nn.Module):
         return -(-length // longest)
 
     def in_chunks(self, x: Tensor, num_chunks: int) -> Tensor:
-        """`forward` in chunks of the sequence, which the backward pass computes again: (S/tp, B, D) to (S/tp, B, D)."""
+        """`forward` in chunks of the sequence, recomputed in the backward pass: (S/tp, B, D) to (S/tp, B, D)."""
         first, *others = self._columns
         row, entered = self._row, first.enter(x)
         of_first = len(entered)

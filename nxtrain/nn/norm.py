@@ -1,4 +1,4 @@
-"""Root mean square normalization."""
+"""Root mean square (RMS) normalization."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from nxtrain.common.sharding import Init, ShardSpec
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, computed in float32.
+    """RMS norm x / rms(x) * weight over the last dimension, computed in float32.
 
     Args:
         size: Width of the last dimension.
-        eps: Added to the mean square.
+        eps: Epsilon that is added to the mean square.
         kernels: Kernels of the device.
-        partial_gradient: Each tensor parallel rank sees only its slice of the sequence, or only its heads.
+        partial_gradient: Each tensor parallel rank has only a part of the sequence or of the heads, so its gradient is
+            a partial sum.
         dtype: Type of the weight.
         decay: Weight decay applies to the weight.
 
@@ -33,5 +34,5 @@ class RMSNorm(nn.Module):
         self._eps, self._kernels = eps, kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., size) to (..., size)."""
+        """Normalize the last dimension: (..., size) to (..., size)."""
         return self._kernels.rms_norm(x, self.weight, self._eps)

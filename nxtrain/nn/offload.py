@@ -1,11 +1,11 @@
-"""Activations of blocks in host memory from their forward to their backward pass.
+"""Offloading of activations to host memory, from the forward pass of a block to its backward pass.
 
-Autograd hands over each tensor that it saves, and asks for the tensor again when its backward pass needs it.
-Parameters, tables of positions and inputs that all blocks have in common stay on the device.
+Autograd hooks get each saved tensor, and return it when the backward pass needs it. Parameters, position tables and
+inputs shared by all blocks stay on the device.
 
-On a device with memory of its own, copies have streams of their own. The copies of a block run beside the forward pass
-of the next block, whose end waits for them. In the backward pass, a block's tensors come back beside the pass of the
-block after it. At most two blocks have tensors on the device at once.
+On a device with its own memory, copies run on separate streams. The copies of a block overlap with the forward pass of
+the next block, which waits for them at its end. In the backward pass, the copies back overlap with the backward pass of
+the following block. At most two blocks have tensors on the device at once.
 
 Source: `torch.autograd.graph.save_on_cpu`, which also copies parameters, and a tensor once per operation that saves it.
 """
@@ -26,10 +26,10 @@ from nxtrain.common.family import CausalLM
 
 
 def offload_activations(model: nn.Module) -> None:
-    """Make the blocks of a model keep what autograd saves of them in host memory.
+    """Offload the activations that autograd saves in the blocks of a model to host memory.
 
     Args:
-        model: A `CausalLM`, changed in place; blocks that are recomputed keep their inputs only.
+        model: A `CausalLM`, changed in place. Blocks with activation checkpointing save only their inputs.
     """
     transfers = Transfers()
     for block in cast(CausalLM, model).blocks:
@@ -46,10 +46,10 @@ def _offloaded(forward: Callable[..., Tensor], model: nn.Module, transfers: Tran
 
 
 class Transfers:
-    """Streams of the copies between device and host, for all blocks of a model.
+    """Copy streams between device and host memory, shared by all blocks of a model.
 
     Attributes:
-        newest: Tensors of the newest call of a block, as long as they may leave the device.
+        newest: Saved tensors of the newest block call, until they are freed on the device.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Transfers:
         self._streams: tuple[torch.Stream, torch.Stream] | None = None
 
     def streams(self, device: torch.device) -> tuple[torch.Stream, torch.Stream]:
-        """Streams to the host and back."""
+        """Stream for copies to the host, and stream for copies back."""
         if self._streams is None:
             self._streams = torch.Stream(device), torch.Stream(device)
         return self._streams
@@ -65,11 +65,11 @@ class Transfers:
 
 @dataclass
 class _HostCopy:
-    """A saved tensor.
+    """A saved tensor with its copy in host memory.
 
     Attributes:
-        host: Values in host memory.
-        here: The tensor on the device; None while its memory there is free.
+        host: Copy in host memory.
+        here: Tensor on the device; None while its device memory is freed.
     """
 
     host: Tensor
@@ -77,10 +77,10 @@ class _HostCopy:
 
 
 class SavedTensors:
-    """Tensors that autograd saves of one call of a block.
+    """Tensors that autograd saves in one call of a block.
 
     Args:
-        transfers: Streams for the copies.
+        transfers: Copy streams of the model.
     """
 
     def __init__(self, transfers: Transfers) -> None:
@@ -92,7 +92,7 @@ class SavedTensors:
         self._before: Callable[[], SavedTensors | None] = lambda: None
 
     def add(self, x: Tensor) -> _HostCopy:
-        """Begin to copy a tensor to the host."""
+        """Start to copy a saved tensor to the host."""
         # An operation's own result would keep the operation, and the operation its result.
         here = x.detach()
         if here.device.type == "cpu":
@@ -109,7 +109,7 @@ class SavedTensors:
         return copy
 
     def end_forward(self) -> None:
-        """Free the tensors of the call before, for whose copies the device waits."""
+        """Let the device wait for the host copies of the previous block call, and free its device tensors."""
         if not self._copies:
             return
         out, _ = self._transfers.streams(self._device)
@@ -120,14 +120,14 @@ class SavedTensors:
         self._transfers.newest = self
 
     def release(self) -> None:
-        """Free the memory on the device, after the copies to the host."""
+        """Free the device memory of the tensors, after their copies to the host."""
         assert self._sent is not None
         torch.accelerator.current_stream().wait_event(self._sent)
         for copy in self._copies:
             copy.here = None
 
     def await_return(self) -> None:
-        """Let the device wait until all tensors have returned, and begin to return those of the call before."""
+        """Let the device wait until all tensors are copied back, and start to copy back those of the previous call."""
         self.begin_return()
         if self._arrived is not None:
             torch.accelerator.current_stream().wait_event(self._arrived)
@@ -137,7 +137,7 @@ class SavedTensors:
             before.begin_return()
 
     def begin_return(self) -> None:
-        """Begin to copy all tensors back to the device, unless they are there or being copied."""
+        """Start to copy all tensors back to the device, unless they are there or being copied."""
         if self._transfers.newest is self:
             self._transfers.newest = None
         away = [copy for copy in self._copies if copy.here is None]
@@ -157,9 +157,9 @@ class SavedTensors:
 
 @contextmanager
 def saved_on_host(module: nn.Module, transfers: Transfers, common: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Save tensors for backward in host memory in this context.
+    """Context in which tensors that autograd saves are kept in host memory.
 
-    Parameters and buffers of a module stay where they are, and so do tensors that all its blocks have in common.
+    Parameters and buffers of a module, and tensors shared by all its blocks, stay where they are.
     """
     stays = {x.untyped_storage().data_ptr() for x in (*module.buffers(), *common)}
     saved = SavedTensors(transfers)
@@ -192,7 +192,7 @@ def saved_on_host(module: nn.Module, transfers: Transfers, common: Iterable[Tens
 
 
 def _key(x: Tensor) -> object:
-    """Key of the values of a tensor; contiguous views of the same values share one."""
+    """Key that identifies the values of a tensor; contiguous views of the same values have the same key."""
     order: object = (x.shape, x.stride())
     if x.is_contiguous():
         order = x.numel()
@@ -200,7 +200,7 @@ def _key(x: Tensor) -> object:
 
 
 def to_host(x: Tensor) -> Tensor:
-    """Copy a tensor to host memory from which the device reads; a tensor of the host is the copy itself."""
+    """Copy a tensor to pinned host memory; a tensor in host memory is returned as its own copy."""
     if x.device.type == "cpu":
         return x
     return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x.detach(), non_blocking=True)

@@ -1,7 +1,7 @@
-"""Frozen linear layers in NF4, below adapters (QLoRA): a matrix is restored for each product, forward and backward.
+"""Frozen linear layers in NF4 for QLoRA: a matrix is dequantized for each product, forward and backward.
 
-Model code is unchanged: the weight of an existing layer is replaced by its packed form, under the same name.
-Checkpoints hold no frozen weights, and every start quantizes the base anew.
+Model code is unchanged. The weight of an existing layer is replaced by its packed form, with the same name. Checkpoints
+have no frozen weights, and every start quantizes the base weights again.
 
 Source: Dettmers et al. 2023 (arXiv:2305.14314) equation 5.
 """
@@ -28,7 +28,7 @@ from nxtrain.parallel.regions import TensorParallel
 
 
 class _RestoredProduct(torch.autograd.Function):
-    """x @ weight.T of a packed weight, which alone is saved."""
+    """Autograd function x @ weight.T with a packed weight, which saves only the packed weight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, packing: Packing, kernels: Kernels) -> Tensor:
@@ -46,10 +46,10 @@ class _RestoredProduct(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Restored:
-    """Product with a packed weight.
+    """Linear product with a packed NF4 weight, which is dequantized for the product.
 
     Args:
-        packing: Form of the weight.
+        packing: Packed format of the weight.
         kernels: Kernels of the device.
     """
 
@@ -57,20 +57,20 @@ class Restored:
     kernels: Kernels
 
     def __call__(self, x: Tensor, packed: Tensor) -> Tensor:
-        """x @ weight.T: (..., I) to (..., O)."""
+        """Compute x @ weight.T: (..., I) to (..., O)."""
         out: Tensor = _RestoredProduct.apply(x, packed, self.packing, self.kernels)
         return out
 
 
 def quantize(model: nn.Module, tp: TensorParallel) -> None:
-    """Replace the weights of the linear layers of a model's blocks by packed ones, without values.
+    """Replace the weights of linear layers in a model's blocks by packed NF4 weights, without values yet.
 
     Args:
         model: A `CausalLM` on the meta device, changed in place; its parameters keep their names.
         tp: Tensor parallel context of the layers.
 
     Raises:
-        ConfigError: Tensor parallelism cuts a block of weights that share a scale.
+        ConfigError: Tensor parallelism would cut a block of weights that share a scale.
     """
     paths = {id(module): path for path, module in model.named_modules()}
     for layer in chain.from_iterable(block.modules() for block in cast(CausalLM, model).blocks):
@@ -83,12 +83,12 @@ def quantize(model: nn.Module, tp: TensorParallel) -> None:
 
 
 def filling(model: nn.Module, read: Callable[[str], Tensor], fill: Fill) -> Fill:
-    """A `fill` that quantizes the weights of `quantize`, and leaves other parameters to another `fill`.
+    """Fill function for `materialize` that quantizes the packed weights, and delegates other parameters.
 
     Args:
         model: The model.
         read: Reads a whole tensor by its global name.
-        fill: Fills the other parameters.
+        fill: Fill function of the other parameters.
     """
     quantized: dict[str, tuple[ShardSpec, Packing]] = {}
     for path, layer in model.named_modules():

@@ -1,8 +1,8 @@
-"""Activation recomputation in the backward pass, by blocks or by their attention cores and feed-forwards.
+"""Activation checkpointing: recomputation in the backward pass of whole blocks, or of attention and feed-forwards.
 
-Model code is unchanged: the forward of existing modules is replaced. Only the inputs of such a module are saved; the
-module runs again, with its collectives, when its backward pass begins. Feed-forwards of long rows run in chunks of the
-sequence, so that their memory does not grow with the rows.
+Model code is unchanged. The forward methods of existing modules are replaced. Only the inputs of these modules are
+saved. A module runs again, with its collectives, when its backward pass begins. Feed-forwards of long sequences run in
+chunks, so that their memory does not grow with the length.
 
 Source: Chen et al. 2016 (arXiv:1604.06174); Korthikanti et al. 2022 (arXiv:2205.05198) section 5.
 """
@@ -27,7 +27,7 @@ Remat = Literal["none", "selective", "full"]
 
 
 def recompute_parts(model: nn.Module, remat: Remat, seq_len: int, recompute: Callable[..., Tensor]) -> None:
-    """Make the backward pass of a model recompute parts of the forward pass.
+    """Apply activation checkpointing to parts of a model.
 
     Args:
         model: A `CausalLM`, changed in place; its parameters keep their names.

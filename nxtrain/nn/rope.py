@@ -2,8 +2,8 @@
 
 Shapes: S sequence, B batch, N heads, H head dimension.
 
-Source: Su et al. 2021 (arXiv:2104.09864); the frequencies follow transformers' `modeling_rope_utils.py`, in float32
-like it, so that imported weights see the same angles.
+Source: Su et al. 2021 (arXiv:2104.09864); the frequencies follow transformers' `modeling_rope_utils.py` in float32, so
+that imported weights get the same angles.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from nxtrain.nn.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling
 
 
 def frequencies(head_dim: int, theta: float) -> Tensor:
-    """Angle per position of each pair of dimensions, without a scaling: (H / 2,) float32."""
+    """Rotary frequencies without scaling: angle per position of each pair of dimensions, (H / 2,) float32."""
     return 1.0 / _wavelengths(head_dim, theta)
 
 
 def linear_frequencies(scaling: LinearScaling, head_dim: int, theta: float) -> Tensor:
-    """Frequencies of positions that are divided by the factor.
+    """Rotary frequencies of linear scaling, divided by the factor.
 
     Source: Chen et al. 2023 (arXiv:2306.15595) section 2.3, equation 4.
     """
@@ -33,12 +33,12 @@ def linear_frequencies(scaling: LinearScaling, head_dim: int, theta: float) -> T
 def dynamic_frequencies(
     scaling: DynamicScaling, head_dim: int, theta: float, seq_len: int, original_length: int
 ) -> Tensor:
-    """Frequencies of a base that grows with the sequence beyond the original length; below, there is no scaling.
+    """Rotary frequencies of dynamic NTK scaling: the base grows with the sequence length beyond the original length.
 
     Source: Peng et al. 2023 (arXiv:2309.00071) section 3.1, definition 1, and section 3.3.
 
     Args:
-        seq_len: The length for which all frequencies are computed.
+        seq_len: Sequence length for which the frequencies are computed.
     """
     if seq_len > original_length:
         # In float32, as transformers computes with the length of its input.
@@ -49,14 +49,14 @@ def dynamic_frequencies(
 
 
 def yarn_frequencies(scaling: YarnScaling, head_dim: int, theta: float) -> Tensor:
-    """Frequencies divided by the factor where a dimension turns seldom, and kept where a dimension turns often.
+    """Rotary frequencies of YaRN: low frequencies are divided by the factor, and high frequencies are kept.
 
-    Source: Peng et al. 2023 (arXiv:2309.00071) section 3.2, "NTK-by-parts". The bounds are those of the authors'
-    `find_correction_range`, in dimensions in place of wavelengths.
+    Source: Peng et al. 2023 (arXiv:2309.00071) section 3.2, "NTK-by-parts". The bounds follow the authors'
+    `find_correction_range`, in dimensions instead of wavelengths.
     """
 
     def dimension_with(turns: float) -> float:
-        """Pair of dimensions that turns so often within the original length."""
+        """Index of the pair of dimensions with a given number of rotations within the original length."""
         wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
         return (head_dim * math.log(wavelength)) / (2 * math.log(theta))
 
@@ -74,7 +74,7 @@ def yarn_frequencies(scaling: YarnScaling, head_dim: int, theta: float) -> Tenso
 
 
 def llama3_frequencies(scaling: Llama3Scaling, head_dim: int, theta: float) -> Tensor:
-    """Frequencies divided by the factor where wavelengths are long, and less where they are of medium length.
+    """Rotary frequencies of Llama 3.1: low frequencies are divided by the factor, medium frequencies partly.
 
     Source: `apply_scaling` in Meta's `llama_models`, `models/llama3/reference_impl/model.py`.
     """
@@ -87,26 +87,26 @@ def llama3_frequencies(scaling: Llama3Scaling, head_dim: int, theta: float) -> T
 
 
 def _wavelengths(head_dim: int, theta: float) -> Tensor:
-    """Positions per radian of each pair of dimensions: (H / 2,) float32."""
+    """Wavelengths divided by 2 pi, in positions per radian, of each pair of dimensions: (H / 2,) float32."""
     dimensions = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float()
     wavelengths: Tensor = theta ** (dimensions / head_dim)
     return wavelengths
 
 
 class Rope(nn.Module):
-    """Rotary tables of a model, shared by its layers; float32 for every type of the model.
+    """Rotary position embedding with cosine and sine tables, shared by all layers; float32 for every model type.
 
     Args:
-        seq_len: S, the longest sequence.
-        head_dim: H.
+        seq_len: Maximum sequence length S.
+        head_dim: Head dimension H.
         theta: Base of the wavelengths.
         scaling: Scaling of the frequencies, or None.
         kernels: Kernels of the device.
-        original_length: Tokens of the longest sequence of the original training, for dynamic scaling.
-        positions: (T,) int64, positions of this rank's rows; None: all, in order.
+        original_length: Maximum sequence length of the original training, for dynamic scaling.
+        positions: (T,) int64, sequence positions of this rank; None for all, in order.
 
     Attributes:
-        positions: The positions on the device; None: all, in order.
+        positions: Sequence positions of this rank on the device; None for all, in order.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Rope(nn.Module):
             self.register_buffer("positions", torch.empty(positions.shape, dtype=positions.dtype), persistent=False)
 
     def host_buffers(self) -> dict[str, Tensor]:
-        """Values of the buffers, computed on the host."""
+        """Cosine and sine tables, computed on the host."""
         positions = torch.arange(self._seq_len, dtype=torch.float32, device="cpu")
         angles = torch.outer(positions, self._frequencies())
         factor = 1.0
@@ -162,11 +162,11 @@ class Rope(nn.Module):
         return frequencies(head_dim, theta)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Rotate each pair of dimensions (i, i + H/2) by its position's angle: (S, B, N, H) to the same shape.
+        """Rotate each pair of dimensions (i, i + H/2) by the angle of its position: (S, B, N, H) to the same shape.
 
         Args:
             x: Queries or keys.
-            positions: (S,) or (S, B), positions of the rows; None: those of this rank, or from 0 on.
+            positions: (S,) or (S, B) positions; None for the positions of this rank, or from 0 on.
         """
         length = x.shape[0]
         if positions is None:
@@ -186,11 +186,11 @@ class Rope(nn.Module):
 
 
 def positions_of(starts: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Positions inside of the documents, from the first position of each document: (B, S) to (S, B).
+    """Positions relative to the begin of each document, for packed documents: (B, S) to (S, B).
 
     Args:
         starts: First position of each position's document.
-        positions: (S,) positions in the whole row; None: from 0 on.
+        positions: (S,) positions in the whole row; None for positions from 0 on.
     """
     if positions is None:
         positions = torch.arange(starts.shape[1], device=starts.device)

@@ -1,8 +1,8 @@
-"""Scalings of the rotary embedding, for longer sequences than in the original training.
+"""Scaling methods of the rotary embedding, for longer sequences than in the original training.
 
-A class is a `rope_type` of transformers; names, meanings and defaults are those of `rope_parameters` there. The
-frequencies are computed in `nxtrain.nn.rope`. This module works without torch, so that any machine can check a
-configuration.
+Each class is a `rope_type` of transformers, with the names, meanings and defaults of `rope_parameters` there. The
+frequencies are computed in `nxtrain.nn.rope`. This module works without torch, so that a configuration can be checked
+on any machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=Fal
 
 
 class LinearScaling(BaseModel):
-    """Position interpolation: every position is divided by the factor.
+    """Linear scaling (position interpolation): every position is divided by the factor.
 
     Source: Chen et al. 2023 (arXiv:2306.15595) section 2.3, equation 4.
     """
@@ -30,15 +30,15 @@ class LinearScaling(BaseModel):
 
     rope_type: Literal["linear"] = "linear"
     factor: _Factor
-    """Growth of all wavelengths."""
+    """Factor by which all wavelengths grow."""
 
     def longest(self, max_position_embeddings: int) -> int:
-        """Tokens of the longest sequence, of a model whose original length is `max_position_embeddings`."""
+        """Maximum sequence length of a model whose original length is `max_position_embeddings`."""
         return int(max_position_embeddings * self.factor)
 
 
 class DynamicScaling(BaseModel):
-    """Dynamic NTK: the base of the wavelengths grows with the length of the sequence, beyond the original length.
+    """Dynamic NTK scaling: the base of the wavelengths grows with the sequence length, beyond the original length.
 
     Source: Peng et al. 2023 (arXiv:2309.00071) sections 3.1 and 3.3.
     """
@@ -47,15 +47,15 @@ class DynamicScaling(BaseModel):
 
     rope_type: Literal["dynamic"] = "dynamic"
     factor: _Factor
-    """Growth of the stretch of the base with every further original length."""
+    """Scaling factor of transformers' dynamic NTK formula, which sets the growth of the base with the length."""
 
     def longest(self, max_position_embeddings: int) -> int:
-        """Tokens of the longest sequence, of a model whose original length is `max_position_embeddings`."""
+        """Maximum sequence length of a model whose original length is `max_position_embeddings`."""
         return int(max_position_embeddings * self.factor)
 
 
 class YarnScaling(BaseModel):
-    """YaRN: long wavelengths grow by the factor, short ones stay, and attention gets a temperature.
+    """YaRN scaling: long wavelengths grow by the factor, short ones are kept, and attention gets a temperature.
 
     Source: Peng et al. 2023 (arXiv:2309.00071) sections 3.2 and 3.4.
     """
@@ -64,37 +64,37 @@ class YarnScaling(BaseModel):
 
     rope_type: Literal["yarn"] = "yarn"
     factor: _Factor
-    """Growth of long wavelengths."""
+    """Factor by which long wavelengths grow."""
     original_max_position_embeddings: _Count
-    """Tokens of the longest sequence of the original training."""
+    """Maximum sequence length of the original training."""
     attention_factor: _Positive | None = None
-    """Factor of cosines and sines; None: from `factor`, `mscale` and `mscale_all_dim`."""
+    """Factor of cosines and sines; None to compute it from `factor`, `mscale` and `mscale_all_dim`."""
     beta_fast: _Positive | None = None
-    """Dimensions with at least so many turns in the original length stay as they are; None: 32."""
+    """Dimensions with at least this many rotations in the original length are not scaled; None for 32."""
     beta_slow: _Positive | None = None
-    """Dimensions with at most so many turns in the original length are scaled in full; None: 1."""
+    """Dimensions with at most this many rotations in the original length are fully scaled; None for 1."""
     mscale: _NotNegative | None = None
-    """Weight of log(factor) in the numerator of the attention factor; None or 0: no ratio is taken."""
+    """Weight of log(factor) in the numerator of the attention factor; None or 0 for no ratio."""
     mscale_all_dim: _NotNegative | None = None
-    """Weight of log(factor) in the denominator of the attention factor; None or 0: no ratio is taken."""
+    """Weight of log(factor) in the denominator of the attention factor; None or 0 for no ratio."""
     truncate: bool = True
-    """Bounds of the partly scaled dimensions are rounded outwards to whole dimensions."""
+    """Round the bounds of the partly scaled dimensions outwards to whole dimensions."""
 
     @property
     def fast_turns(self) -> float:
-        """`beta_fast`, or its default."""
+        """Value of `beta_fast`, or its default."""
         return self.beta_fast or 32.0
 
     @property
     def slow_turns(self) -> float:
-        """`beta_slow`, or its default."""
+        """Value of `beta_slow`, or its default."""
         return self.beta_slow or 1.0
 
     @property
     def attention_scaling(self) -> float:
-        """Factor of cosines and sines.
+        """Factor of cosines and sines, which acts as the attention temperature.
 
-        Source: Peng et al. 2023, section 3.4; the ratio is that of DeepSeek-V2's `modeling_deepseek.py`.
+        Source: Peng et al. 2023, section 3.4; the ratio is as in DeepSeek-V2's `modeling_deepseek.py`.
         """
         if self.attention_factor is not None:
             return self.attention_factor
@@ -104,7 +104,7 @@ class YarnScaling(BaseModel):
         return 0.1 * log_factor + 1.0
 
     def longest(self, max_position_embeddings: int) -> int:
-        """Tokens of the longest sequence; published models keep the original `max_position_embeddings` or raise it."""
+        """Maximum sequence length. Published models keep the original `max_position_embeddings`, or raise it."""
         return max(max_position_embeddings, int(self.original_max_position_embeddings * self.factor))
 
     @model_validator(mode="after")
@@ -115,7 +115,7 @@ class YarnScaling(BaseModel):
 
 
 class Llama3Scaling(BaseModel):
-    """Llama 3.1's scaling: long wavelengths grow by the factor, short ones stay, those between grow less.
+    """Llama 3.1 scaling: long wavelengths grow by the factor, short ones are kept, and medium ones grow less.
 
     Source: `apply_scaling` in Meta's `llama_models`, `models/llama3/reference_impl/model.py`.
     """
@@ -125,16 +125,16 @@ class Llama3Scaling(BaseModel):
     # Neither written nor needed in a table: checkpoints and configurations from before the other types have none.
     rope_type: Literal["llama3"] = Field(default="llama3", exclude=True)
     factor: _Factor
-    """Wavelengths far beyond the original context grow by this."""
+    """Factor by which wavelengths far beyond the original context grow."""
     low_freq_factor: _Positive
-    """Wavelengths longer than the original context over this are stretched in full."""
+    """Wavelengths longer than the original context divided by this value are fully scaled."""
     high_freq_factor: _Positive
-    """Wavelengths shorter than the original context over this stay as they are."""
+    """Wavelengths shorter than the original context divided by this value are not scaled."""
     original_max_position_embeddings: _Count
-    """Tokens of context before the stretch."""
+    """Maximum sequence length of the original training, in tokens."""
 
     def longest(self, max_position_embeddings: int) -> int:
-        """Tokens of the longest sequence; published models have the extended length as `max_position_embeddings`."""
+        """Maximum sequence length. Published models have the extended length as `max_position_embeddings`."""
         if max_position_embeddings > self.original_max_position_embeddings:
             return max_position_embeddings
         return max(max_position_embeddings, int(self.original_max_position_embeddings * self.factor))
@@ -156,11 +156,11 @@ SCALINGS: dict[str, type[RopeScaling]] = {
     "yarn": YarnScaling,
     "llama3": Llama3Scaling,
 }
-"""Scalings by `rope_type`."""
+"""Scaling classes by `rope_type`."""
 
 
 class _TypeOnly(BaseModel):
-    """The part of a table that all scalings have."""
+    """Schema of the key that all scaling tables share, `rope_type`."""
 
     model_config = ConfigDict(strict=True)
 
@@ -168,10 +168,10 @@ class _TypeOnly(BaseModel):
 
 
 def read_scaling(table: object) -> RopeScaling:
-    """Read a table by its `rope_type`.
+    """Parse a rope scaling table by its `rope_type`.
 
     Raises:
-        ValidationError: The table is not a scaling; the locations in the error are keys of the table.
+        ValidationError: The table is invalid; locations in the error are keys of the table.
     """
     if isinstance(table, Mapping) and "low_freq_factor" in table:
         table = {"rope_type": "llama3", **table}

@@ -1,1 +1,1 @@
-"""AdamW and Muon, their update rules, and the learning rate."""
+"""Optimizers AdamW and Muon, their update rules, loss scale, and the schedules of learning rate, decay and betas."""

@@ -1,4 +1,4 @@
-"""AdamW over this rank's shards, with float32 arithmetic for every type of the parameters."""
+"""AdamW optimizer over this rank's shards, with float32 arithmetic for every parameter type."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ MOMENTUM = "momentum_buffer"
 EMA = "ema"
 
 MARKED_ENTRIES = 1 << 24
-"""Entries whose lost updates are computed at once: a bound on their float32 copies, 64 MiB each."""
+"""Maximum number of entries whose lost updates are computed at once, to bound their float32 copies at 64 MiB each."""
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """Rows of a parameter, and the same rows of its running means."""
+    """Rows of a parameter, with the same rows of its moments."""
 
     rows: Rows
     param: ParamStorage
@@ -39,28 +39,28 @@ class _Tile:
 
 
 class AdamW:
-    """Adam with decoupled weight decay.
+    """AdamW optimizer: Adam with decoupled weight decay, over this rank's shards.
 
     Attributes:
-        state: Optimizer state in checkpoints, by kind and parameter name: `exp_avg` and `exp_avg_sq`; `master`, the
-            float32 copies of `fp32_master`; `compensation`, the rounding errors that `bf16_kahan` carries over;
-            `momentum_buffer` of a subclass with another rule for some parameters; `ema`, the float32 mean of the
-            weights of `optim.ema_decay`.
-        num_updates: (2,) float32, the number of steps done, twice, since torch-xla may fold a single number into a
-            constant of a graph.
+        state: Optimizer state in checkpoints, by kind and parameter name. `exp_avg` and `exp_avg_sq` are the moments.
+            `master` has float32 master weights of `fp32_master`. `compensation` has the rounding errors of
+            `bf16_kahan`. `momentum_buffer` is of Muon. `ema` is the float32 moving average of the weights of
+            `optim.ema_decay`.
+        num_updates: (2,) float32, the number of finished updates, stored twice, since torch-xla may fold a single
+            number into a constant of a graph.
 
     Args:
         shards: Tensors that this rank updates, by parameter name.
-        layout: Position of these entries in the model, and weight decay of each parameter.
+        layout: Position of these entries in the model, and shard spec of each parameter.
         kernels: Kernels of the device.
         put: Copies a host tensor to the device.
-        precision: The update rule and the types of the state.
+        precision: Update rule, and types of the optimizer state.
         seed: Seed of the run, for stochastic rounding.
-        optim: betas, eps and weight_decay, as in Loshchilov and Hutter 2019 (arXiv:1711.05101), with the schedules of
-            `RuleNumbers`, and ema_decay.
-        apart: Parameters lie on another device than the state, where the update runs.
-        others: Parameters that a subclass updates by one running mean; None: there is no such subclass.
-        host_copies: Copies of the parameters, next to a state in host memory; None: the update has both at hand.
+        optim: Keys of [optim]. The update follows Loshchilov and Hutter 2019 (arXiv:1711.05101), with the schedules of
+            `RuleNumbers`.
+        apart: The parameters are on another device than the state and the update.
+        others: Parameters that a subclass updates with a single moment; None for none.
+        host_copies: Copies of the parameters in host memory, for a state in host memory; None without offloading.
     """
 
     def __init__(  # 10 arguments: kernels, and both places of what they update
@@ -118,14 +118,14 @@ class AdamW:
 
     @torch.no_grad()
     def _tiles(self, call: Sequence[Rows]) -> list[_Tile]:
-        """Tiles of one call of the update, whose views have no gradients."""
+        """Tiles for one call of the update kernel, as views without gradients."""
         return [
             _Tile(rows, self._param(rows), self._mean("exp_avg", rows), self._mean("exp_avg_sq", rows)) for rows in call
         ]
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Reset master copies, compensation and the mean of the weights to new values of the parameters."""
+        """Reset master weights, compensation and the moving average of the weights to new parameter values."""
         for name, master in self.state.get("master", {}).items():
             if master is not self._shards[name]:
                 master.copy_(self._shards[name])
@@ -136,13 +136,13 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, grads: Mapping[str, Tensor], lr: Tensor, grad_scale: Tensor, skip: Tensor | None = None) -> None:
-        """Update every parameter.
+        """Apply one update to every parameter.
 
         Args:
             grads: Gradients of the whole batch, by parameter name; may be overwritten.
-            lr: () float32 on the device.
-            grad_scale: () float32, multiplies the gradients.
-            skip: () bool, change neither parameters nor state, not by a bit; None: never.
+            lr: Learning rate, () float32 on the device.
+            grad_scale: Factor of the gradients, () float32.
+            skip: () bool; True leaves parameters and state unchanged, bit for bit. None never skips.
         """
         # The state may be kept in host memory.
         lr, grad_scale = lr.to(self.num_updates.device), grad_scale.to(self.num_updates.device)
@@ -169,11 +169,11 @@ class AdamW:
             self._average(step, skip)
 
     def _average(self, step: Tensor, skip: Tensor | None) -> None:
-        """Add the new weights to their running mean; in the first steps, this is the plain mean of all steps.
+        """Update the moving average of the weights; in the first steps, it is the plain mean of all steps.
 
         Args:
-            step: () float32, number of the update, counted from 1.
-            skip: () bool, as of `step`.
+            step: Number of the update from 1, () float32.
+            skip: As for `AdamW.step`.
         """
         decay = ((step - 1.0) / step.clamp(min=1.0)).clamp(max=self._ema_decay)
         weights = self.state.get("master", self._updated)
@@ -183,7 +183,7 @@ class AdamW:
             mean.copy_(new if skip is None else torch.where(skip, mean, new))
 
     def _step(self, grads: Mapping[str, Tensor], how: AdamStep) -> None:
-        """Update every parameter by gradients on the device of the gradients."""
+        """Update every parameter on the device of the gradients."""
         noise = step_hash(how.step) if self._keys else how.step
         for tiles, decays in self._groups:
             parts = [tile.rows.of(grads[tile.rows.name]).to(how.step.device) for tile in tiles]
@@ -191,7 +191,7 @@ class AdamW:
             self._update(tiles, parts, replace(how, weight_decay=weight_decay), noise)
 
     def _update_tiles(self, tiles: Sequence[_Tile], grads: Sequence[Tensor], how: AdamStep, noise: Tensor) -> None:
-        """Update tiles by their gradients; `noise` is the hash of the step, if anything is rounded at random."""
+        """Update the rows of tiles with their gradients; `noise` is the hash of the step for stochastic rounding."""
         params = [tile.param.open() for tile in tiles]
         exp_avgs = [tile.exp_avg.open() for tile in tiles]
         exp_avg_sqs = [tile.exp_avg_sq.open() for tile in tiles]
@@ -202,14 +202,14 @@ class AdamW:
 
     @torch.no_grad()
     def lost_updates(self, lr: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Marks of the entries that the last update would not have changed under rounding to nearest.
+        """Mark the entries that the last update would not have changed under rounding to nearest.
 
         Args:
-            lr: () float32 on the device, of the last update.
+            lr: Learning rate of the last update, () float32 on the device.
 
         Yields:
-            Name and a float32 tensor shaped like the shard: 1 where a nonzero update is below half the distance to the
-            next number of the parameters' type, otherwise 0.
+            Parameter name, and a float32 tensor in the shard's shape. An entry is 1 if its nonzero update is lost by
+            rounding to the parameters' type, otherwise 0.
 
         Source: Yu et al. 2024 (arXiv:2405.03637), lost arithmetic.
         """
@@ -229,9 +229,9 @@ class AdamW:
             yield name, marks
 
     def _directions(self) -> Iterator[tuple[str, Callable[[Rows], Tensor]]]:
-        """Functions that compute the last update of rows of a parameter, by name, in the layout's order.
+        """Functions that recompute the last update of some rows of a parameter, by parameter name, in layout order.
 
-        Updates are without learning rate and weight decay, in float32, and may be overwritten.
+        Updates are in float32, without learning rate and weight decay, and may be overwritten.
         """
         step = self.num_updates[0]
         first, second = self._numbers.means(step) or constant_means(self._betas, step)
@@ -244,11 +244,11 @@ class AdamW:
             yield name, direction
 
     def _rate_of(self, name: str, lr: Tensor) -> Tensor:
-        """Learning rate of a parameter, from the learning rate of the schedule."""
+        """Learning rate of a parameter, given the scheduled learning rate."""
         return lr
 
     def _weight_decay_of(self, name: str, lr: Tensor) -> float | Tensor:
-        """Weight decay of a parameter in the last update, given the learning rate of the schedule."""
+        """Weight decay of a parameter in the last update, given the scheduled learning rate."""
         return self._numbers.weight_decay(self.num_updates[0], lr)
 
     def _param(self, rows: Rows) -> ParamStorage:
@@ -260,7 +260,7 @@ class AdamW:
         return self._stored(value, rows)
 
     def _stored(self, value: Tensor, rows: Rows) -> ParamStorage:
-        """Storage of a parameter without a master copy."""
+        """Storage of a parameter that has no master copy."""
         if self._precision.update == "bf16_stochastic":
             return self._stochastic("param", value, rows)
         if self._precision.update == "bf16_kahan":
@@ -285,7 +285,7 @@ def _zeros(
     put: Callable[[Tensor], Tensor],
     device: torch.device | None,
 ) -> dict[str, Tensor]:
-    """Zeros shaped like shards, on a device; None: on the device of each shard, from zeros of the host."""
+    """Zero tensors in the shapes of shards, on a given device; None for the device of each shard."""
     if device is not None:
         return {name: torch.zeros(shard.shape, dtype=dtype, device=device) for name, shard in shards.items()}
     return {name: put(torch.zeros(shard.shape, dtype=dtype)) for name, shard in shards.items()}

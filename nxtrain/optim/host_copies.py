@@ -1,6 +1,6 @@
-"""Parameters and gradients in host memory for an update there, next to an optimizer state that stays there.
+"""Host copies of parameters and gradients, for an optimizer whose state is offloaded to host memory.
 
-A device copies all of them at once to one buffer, from which the host waits for nothing but the end of the copies.
+The device copies all tensors into one host buffer, and the host only waits for the end of these copies.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from nxtrain.common.io.checksummed_file import aligned_memory
 
 
 class HostCopies:
-    """Copies in host memory of a device's parameters and gradients.
+    """Copies of a device's parameters and gradients in host memory, for an update on the host.
 
     Attributes:
-        params: Copies of the parameters, which an update changes.
+        params: Host copies of the parameters, which the update changes.
 
     Args:
         shards: Parameters on the device, by name.
-        pin: `Backend.pin`.
+        pin: Allocator of pinned host memory, `Backend.pin`.
     """
 
     def __init__(
@@ -33,14 +33,14 @@ class HostCopies:
         self._grads: dict[str, Tensor] = {}
 
     def fetch(self, grads: Mapping[str, Tensor], read: Collection[str]) -> dict[str, Tensor]:
-        """Copy gradients, and the parameters that an update reads, to the host; wait for the copies.
+        """Copy gradients, and the parameters that the update reads, from the device to the host; wait for the copies.
 
         Args:
             grads: Gradients on the device, by name of the parameter.
-            read: Names of these parameters.
+            read: Names of the parameters to copy.
 
         Returns:
-            Copies of the gradients, valid until the next call.
+            Host copies of the gradients, valid until the next call.
         """
         if not self._grads:
             self._grads = self._memory(grads)
@@ -53,12 +53,12 @@ class HostCopies:
         return self._grads
 
     def send(self) -> None:
-        """Begin to copy the parameters back; later work of the device, and the next `fetch`, wait for the copies."""
+        """Start to copy the parameters back to the device; later device work and the next `fetch` wait for them."""
         for name, shard in self._shards.items():
             shard.copy_(self.params[name], non_blocking=True)
 
     def _memory(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Host tensors like those of a device, in one buffer that the device writes and reads."""
+        """Host tensors in the shapes of device tensors, in one buffer that the device reads and writes."""
         # Wide types first, so that each begins at a multiple of its size.
         order = sorted(tensors, key=lambda name: -tensors[name].element_size())
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())

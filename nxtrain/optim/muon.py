@@ -1,4 +1,4 @@
-"""Muon for the matrices of the blocks: momentum, made orthogonal by Newton-Schulz steps; AdamW for the rest."""
+"""Muon optimizer for the matrices of the blocks, by Newton-Schulz orthogonalization of momentum; AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from nxtrain.parallel.whole_matrices import WholeMatrices
 
 
 class Muon(AdamW):
-    """Momentum whose singular values are made equal, for whole matrices; AdamW for all other parameters.
+    """Muon optimizer for the matrices of the blocks, with AdamW for all other parameters.
 
-    Each rank keeps the momentum of its own rows. Each matrix is orthogonalized on one rank, whole and in float32, so
-    that equal gradients give equal weights in every layout. The segments of a fused matrix are matrices of their own.
+    Muon sets all singular values of the momentum to nearly one. Each rank keeps the momentum of its own rows. Each
+    matrix is orthogonalized on one rank, whole and in float32, so that equal gradients give equal weights in every
+    layout. The segments of a fused matrix are separate matrices.
 
     Args:
         shards: Tensors that this rank updates, by parameter name.
-        layout: Position of these entries in the model, and weight decay of each parameter.
+        layout: Position of these entries in the model, and shard spec of each parameter.
         kernels: Kernels of the device.
         put: Copies a host tensor to the device.
         matrices: Exchange of the rows of the matrices that Muon updates.
-        precision: The update rule and the types of the state; the momentum is a running mean.
+        precision: Update rule, and types of the optimizer state, which includes the momentum.
         seed: Seed of the run, for stochastic rounding.
-        optim: Keys of Muon and of AdamW.
-        apart: Parameters lie on another device than the state, where the update runs.
+        optim: Keys of [optim].
+        apart: The parameters are on another device than the state and the update.
 
     Source: Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon); Liu et al. 2025 (arXiv:2502.16982); torch
     2.9, torch.optim.Muon.
@@ -86,7 +87,7 @@ class Muon(AdamW):
     def _advance(
         self, name: str, grad: Tensor, noise: Tensor, momentum: tuple[float | Tensor, float | Tensor], how: AdamStep
     ) -> Tensor:
-        """Update the running mean of a gradient; return the update before it is made orthogonal, in float32."""
+        """Update the momentum with a gradient; return the update before orthogonalization, in float32."""
         # Products and sums alone, which round each entry alike wherever the entry lies in a tensor.
         store, (keep, add) = self._stores[name][1], momentum
         old = store.open()
@@ -98,7 +99,7 @@ class Muon(AdamW):
         return mean
 
     def _orthogonalized(self, round_: Round, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Updates of this rank's rows: whole matrices are made orthogonal and scaled by their shape."""
+        """Updates of this rank's rows, from whole matrices that are orthogonalized and scaled by their shape."""
         optim = self._optim
 
         def update(matrix: Tensor) -> Tensor:
@@ -127,7 +128,7 @@ class Muon(AdamW):
 
 
 def _close(store: ParamStorage, wide: Tensor, new: Tensor, noise: Tensor, skip: Tensor | None) -> None:
-    """Store a new value unless the step is skipped.
+    """Store a new value through a `ParamStorage`, unless the step is skipped.
 
     Args:
         wide: Result of `store.open()`, which may be the stored tensor itself.

@@ -1,4 +1,4 @@
-"""Newton-Schulz iteration, by which Muon replaces the singular values of a matrix by numbers near one."""
+"""Newton-Schulz iteration, with which Muon sets the singular values of a matrix to nearly one."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import torch
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients a, b, c of the polynomial a x + b x^3 + c x^5, steepest at zero among those that stay near one."""
+"""Coefficients a, b, c of the polynomial a x + b x^3 + c x^5. Its slope at zero is large, and results stay near one."""
 
 EPS = 1e-7
-"""Smallest norm by which a matrix is divided."""
+"""Minimum norm by which a matrix is divided."""
 
 
 def orthogonalize(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Apply the polynomial `steps` times to the singular values of a matrix over its norm; singular vectors stay.
+    """Orthogonalize a matrix: apply the polynomial `steps` times to the singular values of the normalized matrix.
 
-    Five steps bring singular values above 2e-3 of the norm to between 0.68 and 1.21. A matrix of zeros stays zero.
+    Singular vectors stay unchanged. Five steps bring singular values above 2e-3 of the norm to between 0.68 and 1.21. A
+    matrix of zeros stays zero.
 
     Args:
         x: (R, C) float32, or float64 for a reference.
-        steps: Number of steps.
-        dtype: Type of the products.
+        steps: Number of iterations.
+        dtype: Type of the matrix products.
 
     Returns:
         (R, C) in the type of `x`.
@@ -48,11 +49,11 @@ def orthogonalize(x: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
 
 
 def update_scale(num_rows: int, num_columns: int, kind: Literal["original", "moonlight"]) -> float:
-    """Factor of an orthogonal update by the shape of its matrix.
+    """Scale of an orthogonalized update by the shape of its matrix.
 
     Args:
-        kind: `original` keeps the change of outputs equal for all shapes. `moonlight` gives entries a root mean square
-            of about 0.2, as AdamW's updates have, so that AdamW's learning rate and weight decay fit.
+        kind: `original` gives equal changes of outputs for all shapes. `moonlight` gives entries a root mean square of
+            about 0.2, like updates of AdamW, so that AdamW's learning rate and weight decay fit.
 
     Source: Jordan et al. 2024, as above; Liu et al. 2025 (arXiv:2502.16982) section 2.2.
     """

@@ -1,4 +1,4 @@
-"""Keys of stochastic rounding: random bits that depend on the seed and on an entry's place in the whole model."""
+"""Keys of stochastic rounding: random bits that depend on the seed and on an entry's position in the whole model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from nxtrain.common.sharding import Layout
 def rounding_keys(
     layout: Layout, shards: Mapping[str, Tensor], kind: str, seed: int, put: Callable[[Tensor], Tensor]
 ) -> dict[str, RoundingKey]:
-    """Rounding key of every parameter whose state a rank holds, equal on all ranks that hold the same entries.
+    """Rounding keys of all parameters whose state a rank holds, equal on all ranks that hold the same entries.
 
     Args:
         layout: The entries that this rank holds.
-        shards: Tensors of the local shapes.
-        kind: Kind of rounded state, such as `param`; each kind gets independent bits.
+        shards: Tensors in the local shapes.
+        kind: Kind of rounded state, such as `param`. Each kind gets independent bits.
         seed: Seed of the run.
         put: Copies a host tensor to the device.
     """
@@ -51,7 +51,7 @@ def _key(layout: Layout, name: str, shape: torch.Size, stream: str, put: Callabl
 def _key_of_columns(
     layout: Layout, name: str, shape: torch.Size, stream: str, put: Callable[[Tensor], Tensor]
 ) -> RoundingKey:
-    """Key of a matrix that has several tensors side by side: the columns have the names, and the rows the rest."""
+    """Rounding key of a matrix with columns of several tensors side by side; column keys include tensor names."""
     rows, columns = (torch.zeros(size, dtype=torch.int32) for size in shape)
     spec = layout.table[name]
     for block in layout[name]:

@@ -1,4 +1,4 @@
-"""Weight decay and betas of each update, on the device: constants, or values that schedules give."""
+"""Weight decay and betas of each update, on the device: constants, or values of a schedule."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from nxtrain.config.schema import OptimConfig
 from nxtrain.optim.schedule import Schedule, rule_schedules
 
 SMALLEST_BETA = 1e-30
-"""Least beta in logarithms, since that of 0 is infinite; after one such update the bias correction is 1."""
+"""Minimum beta in logarithms, since log(0) is infinite. After one update with this beta, the bias correction is 1."""
 
 
 class RuleNumbers:
-    """Weight decay and betas as functions of the number of the update.
+    """Weight decay and betas as functions of the update number.
 
-    The values of all updates of the schedule are a table on the device, where the number of the update is the index.
-    The number is a tensor of the optimizer's state. So a resume is exact, a skipped update does not count, the host
-    reads nothing, and graphs do not change.
+    The scheduled values of all updates are a table on the device, indexed by the update number. The update number is a
+    tensor in the optimizer state. So a resume is exact, a skipped update does not count, the host reads nothing, and
+    graphs do not change.
 
     Args:
         optim: Keys of [optim].
@@ -51,11 +51,11 @@ class RuleNumbers:
                 self._tables[name] = put(torch.tensor([betas, [1.0 - value for value in betas], logs, sums]))
 
     def weight_decay(self, step: Tensor, lr: Tensor) -> float | Tensor:
-        """Weight decay, which an update multiplies by the learning rate.
+        """Weight decay of an update, which the update multiplies by the learning rate.
 
         Args:
-            step: () float32, on the device, number of the update, counted from 1.
-            lr: () float32, on the device, learning rate of the schedule.
+            step: Number of the update from 1, () float32 on the device.
+            lr: Scheduled learning rate, () float32 on the device.
         """
         if "weight_decay" not in self._tables:
             return self._optim.weight_decay
@@ -65,7 +65,7 @@ class RuleNumbers:
         return decay
 
     def means(self, step: Tensor) -> tuple[MeanDecay, MeanDecay] | None:
-        """Weights of AdamW's running means in an update; None if both betas are constant.
+        """Weights of AdamW's two moving averages in an update; None if both betas are constant.
 
         Args:
             step: As for `weight_decay`.
@@ -75,7 +75,7 @@ class RuleNumbers:
         return self._mean("beta1", step), self._mean("beta2", step)
 
     def momentum(self, step: Tensor) -> tuple[float | Tensor, float | Tensor]:
-        """Weights of Muon's running mean and of the new gradient in an update.
+        """Weights of Muon's old momentum and of the new gradient in an update.
 
         Args:
             step: As for `weight_decay`.
@@ -93,7 +93,7 @@ class RuleNumbers:
 
 
 def _values(schedule: Schedule) -> list[float]:
-    """Values before the first update, and of every update of a schedule; two equal values of a constant."""
+    """Scheduled values before the first update, and of every update; two equal values for a constant."""
     values = list(schedule.values())
     if len(values) == 1:  # XLA folds a table of one value into the graph as a constant
         return values * 2
@@ -101,6 +101,6 @@ def _values(schedule: Schedule) -> list[float]:
 
 
 def _row(table: Tensor, step: Tensor) -> tuple[Tensor, ...]:
-    """Column of a table for an update; after the last column, the last one."""
+    """Column of a table for an update number; the last column after the end of the table."""
     index = step.clamp(max=table.shape[1] - 1.0).to(torch.int32).view(1)
     return table.index_select(1, index).flatten().unbind()

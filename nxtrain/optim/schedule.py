@@ -1,4 +1,4 @@
-"""Schedule of the learning rate, of the weight decay or of a beta: pieces, one after another."""
+"""Schedule of the learning rate, weight decay or a beta, as a sequence of pieces."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Shape = Literal["linear", "cosine", "sqrt", "constant", "inverse_sqrt"]
 
 @dataclass(frozen=True)
 class Piece:
-    """Change of the learning rate, or of another scheduled value, over some steps.
+    """One piece of a schedule: a change of the learning rate, or of another value, over some steps.
 
     Args:
-        steps: Length.
-        lr: Learning rate at the end; with `inverse_sqrt`, a floor.
-        shape: `sqrt` goes by the root of the done share; `constant` stays at `lr`.
-        timescale: With `inverse_sqrt`, steps after which the rate is divided by the root of 2.
+        steps: Length in steps.
+        lr: Learning rate at the end; with `inverse_sqrt`, a lower bound.
+        shape: Curve of the change. `sqrt` follows the square root of the finished share; `constant` stays at `lr`.
+        timescale: With `inverse_sqrt`, steps after which the learning rate is divided by the square root of 2.
 
     Sources: Loshchilov and Hutter 2017 (arXiv:1608.03983) equation 5 for the cosine; Haegele et al. 2024
     (arXiv:2405.18392) section 3.2 for the root; Vaswani et al. 2017 (arXiv:1706.03762) equation 3 for the inverse root.
@@ -37,7 +37,7 @@ class Piece:
     timescale: int = INVERSE_SQRT_STEPS
 
     def at(self, done: int, first: float) -> float:
-        """Learning rate after `done` steps of the piece, which began at the rate `first`."""
+        """Learning rate after `done` steps of the piece, which begins at the learning rate `first`."""
         if self.shape == "constant":
             return self.lr if done else first
         if self.shape == "linear":
@@ -52,13 +52,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Schedule of the learning rate, or of another value; the value at the end of the last piece stays.
+    """Schedule of the learning rate, or of another value. After the last piece, the last value remains.
 
     Args:
         pieces: The pieces, in order.
-        first: Learning rate at which the first piece begins.
-        rewarm_after: Step of the checkpoint after which the rate rises again; None: nowhere.
-        rewarm_steps: Length of the rise, from 0 to the rate of the pieces.
+        first: Learning rate at the begin of the first piece.
+        rewarm_after: Step after which the learning rate is warmed up again; None for no second warmup.
+        rewarm_steps: Number of steps of the second warmup, from 0 to the scheduled learning rate.
     """
 
     pieces: Sequence[Piece]
@@ -68,12 +68,12 @@ class Schedule:
 
     @classmethod
     def of(cls, config: RunConfig, rewarm_after: int | None = None) -> Schedule:
-        """Schedule of a run's configuration."""
+        """Learning rate schedule of a run's configuration."""
         return cls.of_keys(config.optim, config.train.steps, rewarm_after)
 
     @classmethod
     def of_keys(cls, optim: ScheduleConfig, steps: int, rewarm_after: int | None = None) -> Schedule:
-        """Schedule of the learning rate by the keys of [optim], in a run of so many steps."""
+        """Learning rate schedule by the keys of [optim], for a run of a given number of steps."""
         if optim.schedule == "pieces":
             given = tuple(Piece(piece.steps, piece.lr, piece.shape) for piece in optim.pieces)
             return cls(given, 0.0, rewarm_after, optim.rewarm_steps)
@@ -89,7 +89,7 @@ class Schedule:
         return cls((), lr)
 
     def at(self, step: int) -> float:
-        """Learning rate of an update, counted from 1; step 0 is before the first."""
+        """Learning rate of update `step`, counted from 1; step 0 is before the first update."""
         rate = self._of_pieces(step)
         if self.rewarm_after is not None and self.rewarm_after < step < self.rewarm_after + self.rewarm_steps:
             return rate * (step - self.rewarm_after) / self.rewarm_steps
@@ -102,7 +102,7 @@ class Schedule:
             yield from (piece.at(done, first) for done in range(1, piece.steps + 1))
 
     def describe(self, after: int = 0) -> str:
-        """Pieces of the updates after a step, as text."""
+        """Description of the pieces after a step, as text."""
         words = []
         for begin, first, piece in self._begun():
             end = begin + piece.steps
@@ -119,7 +119,7 @@ class Schedule:
         return rate
 
     def _begun(self) -> Iterator[tuple[int, float, Piece]]:
-        """Pieces, each with the last step before the piece, and the value at that step."""
+        """Iterate over the pieces, each with the last step before the piece, and the value at that step."""
         begin, rate = 0, self.first
         for piece in self.pieces:
             yield begin, rate, piece
@@ -127,9 +127,9 @@ class Schedule:
 
 
 def rule_schedules(optim: OptimConfig) -> dict[str, Schedule]:
-    """Schedules of weight decay, betas and momentum, by name, if they change.
+    """Schedules of weight decay, betas and momentum, by name, for those that are not constant.
 
-    A value is the `lr` of its `Piece`.
+    The value of a piece is in its field `lr`.
     """
     given = {
         "weight_decay": (optim.weight_decay, optim.weight_decay_pieces),
@@ -145,7 +145,7 @@ def rule_schedules(optim: OptimConfig) -> dict[str, Schedule]:
 
 
 def numbers_of_update(optim: OptimConfig, step: int, lr: float) -> OptimConfig:
-    """Copy of the keys of [optim], with the weight decay and the betas of one update of AdamW.
+    """Copy of the keys of [optim] with the weight decay and betas of one AdamW update.
 
     Args:
         optim: Keys of the run.
@@ -163,7 +163,7 @@ def numbers_of_update(optim: OptimConfig, step: int, lr: float) -> OptimConfig:
 
 
 def decay_factor(optim: OptimConfig) -> str:
-    """Factor of a weight in an update's weight decay, as text."""
+    """Effective weight decay factor of an update, as text."""
     decay, highest = f"{optim.weight_decay:.3g}", f"{optim.highest_lr:.3g}"
     if optim.weight_decay_pieces:
         decay = "weight_decay"

@@ -1,15 +1,15 @@
-"""Chart of the learning rate over a run, in characters."""
+"""Text chart of the learning rate schedule over a run."""
 
 from __future__ import annotations
 
 from nxtrain.optim.schedule import Schedule
 
 WIDTH, HEIGHT = 72, 12
-"""Most columns and rows of the chart without its labels."""
+"""Maximum columns and rows of the chart, without its labels."""
 
 
 def draw(schedule: Schedule, steps: int) -> str:
-    """Draw the learning rates of the updates 1 to `steps`, and name the pieces below."""
+    """Draw the learning rates of the updates 1 to `steps`, and list the pieces below the chart."""
     at = sampled(steps)
     rates = [schedule.at(step) for step in at]
     top = max(rates) or 1.0
@@ -28,7 +28,7 @@ def draw(schedule: Schedule, steps: int) -> str:
 
 
 def sampled(steps: int) -> list[int]:
-    """Updates of the chart's columns: the first, the last, and others at equal distances."""
+    """Updates shown in the chart's columns: the first, the last, and others at equal distances."""
     columns = min(WIDTH, steps)
     if columns == 1:
         return [1]

@@ -1,7 +1,7 @@
-"""Storage of float32 numbers between two updates: exact, rounded, or rounded with the rounding error kept.
+"""Storage of parameters and moments between two updates: exact float32, rounded, or rounded with the error kept.
 
-An update opens its parameter and its running means, changes them in float32, and closes them. `nxtrain.optim.adamw`
-chooses the storage for each rule of `precision.update`.
+An update opens its parameter and its moments, changes them in float32, and closes them. `nxtrain.optim.adamw` selects
+the storage for each value of `precision.update`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from nxtrain.common.kernels import RoundingKey
 
 
 class ParamStorage(Protocol):
-    """A tensor between updates."""
+    """Interface of the storage of a parameter or moment between updates."""
 
     def open(self) -> Tensor:
-        """Value in float32, which the caller changes and passes to `close`."""
+        """Current value in float32, which the caller changes and passes to `close`."""
         ...
 
     def close(self, wide: Tensor, step: Tensor, skip: Tensor | None) -> None:
@@ -28,15 +28,15 @@ class ParamStorage(Protocol):
 
         Args:
             wide: Result of `open`, changed by the update; may be overwritten.
-            step: () int32, hash of the step.
-            skip: () bool, `wide` is unchanged, and the stored value must not change either; None: never.
+            step: Hash of the step for stochastic rounding, () int32.
+            skip: () bool; if True, `wide` is unchanged, and the stored value must not change. None never skips.
         """
         ...
 
 
 @dataclass(frozen=True)
 class InPlace:
-    """Storage as float32, exact."""
+    """Storage of a parameter or moment as float32, updated in place."""
 
     value: Tensor
 
@@ -44,12 +44,12 @@ class InPlace:
         return self.value
 
     def close(self, wide: Tensor, step: Tensor, skip: Tensor | None) -> None:
-        """Do nothing: `wide` is the stored tensor itself."""
+        """Do nothing, since `wide` is the stored tensor itself."""
 
 
 @dataclass(frozen=True)
 class Copied:
-    """Storage as a float32 master copy, in addition to the narrow tensor that the model computes with."""
+    """Storage of a parameter as a float32 master copy, in addition to the tensor that the model uses."""
 
     value: Tensor
     master: Tensor
@@ -63,7 +63,7 @@ class Copied:
 
 @dataclass(frozen=True)
 class Nearest:
-    """Storage rounded to nearest; a change of less than half the distance to the next number is lost."""
+    """Storage of a moment rounded to nearest; a change of less than half the distance to the next number is lost."""
 
     value: Tensor
 
@@ -76,12 +76,12 @@ class Nearest:
 
 @dataclass(frozen=True)
 class Stochastic:
-    """Storage rounded up or down at random, with the exact value as the mean.
+    """Storage of a parameter or moment by stochastic rounding, which rounds up or down so that the mean is exact.
 
     Source: Zamirai et al. 2020 (arXiv:2010.06192); Ozkara et al. 2025 (arXiv:2502.20566).
 
     Args:
-        value: bfloat16, or float32 that holds values of bfloat16.
+        value: Stored tensor in bfloat16, or in float32 with bfloat16 values.
         key: Key of the random bits.
         round_: `Kernels.stochastic_round`.
     """
@@ -99,13 +99,13 @@ class Stochastic:
 
 @dataclass(frozen=True)
 class Compensated:
-    """Storage rounded to nearest, with the rounding error in a second bfloat16: together 16 significant bits.
+    """Storage of a parameter with Kahan compensation: a bfloat16 value, and its rounding error in a second bfloat16.
 
-    Source: Zamirai et al. 2020 (arXiv:2010.06192), Kahan summation.
+    Together they have 16 significant bits. Source: Zamirai et al. 2020 (arXiv:2010.06192), Kahan summation.
 
     Args:
-        value: bfloat16, or float32 that holds values of bfloat16.
-        lost: bfloat16, the rounding error.
+        value: Stored tensor in bfloat16, or in float32 with bfloat16 values.
+        lost: Rounding error, bfloat16.
         replace: `Kernels.replace`.
     """
 
@@ -128,12 +128,12 @@ class Compensated:
 
 
 class Elsewhere:
-    """Storage on another device than the update, which works on a copy in a storage of its own.
+    """Storage of a parameter on another device than the update, which works on a local copy.
 
     Args:
         value: The stored tensor.
         device: Device of the update.
-        store: Storage of the copy.
+        store: Storage of the local copy.
     """
 
     def __init__(self, value: Tensor, device: torch.device, store: Callable[[Tensor], ParamStorage]) -> None:
@@ -148,7 +148,7 @@ class Elsewhere:
         return self._open[1].open()
 
     def close(self, wide: Tensor, step: Tensor, skip: Tensor | None) -> None:
-        """Store a new value, and bring the copy back."""
+        """Store a new value in the copy, and copy it back to the other device."""
         assert self._open is not None
         here, store = self._open
         store.close(wide, step, skip)

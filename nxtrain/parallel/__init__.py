@@ -1,1 +1,1 @@
-"""Tensor, sequence, pipeline and data parallelism on the interface `Collectives`."""
+"""Tensor, sequence, context, expert, pipeline and data parallelism, built on the interface `Collectives`."""

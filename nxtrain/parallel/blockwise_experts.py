@@ -1,8 +1,8 @@
-"""Feed-forwards of experts by a fused kernel of the device.
+"""Mixture-of-experts feed-forward by a fused kernel of the device.
 
-One call gathers the tokens of each block, computes its expert, and adds the outputs up.
+One call of the kernel gathers the tokens of each block, computes the block's expert, and sums the outputs per token.
 
-Shapes: T tokens, k experts of a token, D hidden, F intermediate of this rank, E experts of this rank.
+Shapes: T tokens, k experts of a token, D hidden size, F intermediate size of this rank, E experts of this rank.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from nxtrain.parallel.slot_rows import block_rows
 def by_kernel(  # 6 arguments: tokens, their routing, the experts, the bound of the rows, and the kernel
     x: Tensor, weights: Tensor, indices: Tensor, experts: ExpertMatrices, most_slots: int, kernel: BlockwiseKernel
 ) -> Tensor:
-    """Weighted sum over the experts of this rank for each token: (T, D) to (T, D).
+    """Compute the experts of this rank with a fused kernel and sum their weighted outputs per token: (T, D) to (T, D).
 
     Args:
-        weights: (T, k) float32.
-        indices: (T, k) integers, expert of each slot; E for the experts of other ranks.
-        experts: Matrices without biases, adapters and clamped units.
+        x: (T, D) tokens.
+        weights: (T, k) float32, the router's weight of each slot (token-expert pair).
+        indices: (T, k) integers, expert of each slot; E marks an expert of another rank.
+        experts: Matrices of the experts, without biases, adapters or clamped units.
         most_slots: Most slots that this rank's experts compute.
+        kernel: Fused kernel of the device.
     """
     num_experts = experts.number
     height = kernel.height(most_slots, num_experts)
@@ -40,7 +42,7 @@ def by_kernel(  # 6 arguments: tokens, their routing, the experts, the bound of 
 
 
 class _Blockwise(torch.autograd.Function):
-    """Autograd function of `BlockwiseKernel.products` and `BlockwiseKernel.gradients`."""
+    """Autograd function whose forward is `BlockwiseKernel.products` and backward is `BlockwiseKernel.gradients`."""
 
     @staticmethod
     def forward(  # 7 arguments: those of the kernel

@@ -1,9 +1,9 @@
-"""Functions of activations, computed for a chunk of the sequence at a time, forward and backward.
+"""Layers computed for one chunk of the sequence at a time, in the forward and the backward pass, to save memory.
 
-Only the inputs are saved. The backward pass computes each chunk again, so that tensors inside of the function exist for
-one chunk at a time. Gradients of parameters are summed in float32.
+Only the inputs are saved for backward. The backward pass recomputes each chunk, so intermediate tensors exist for one
+chunk at a time. Gradients of parameters are summed over the chunks in float32.
 
-Shapes: S sequence, B batch, D hidden; S/tp under sequence parallelism, else S.
+Shapes: S sequence, B batch, D hidden size; S/tp under sequence parallelism, else S.
 
 Source: Liu and Abbeel 2023 (arXiv:2305.19370) for feed-forwards in chunks.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from nxtrain.parallel.regions import TensorParallel
 
 Product: TypeAlias = Callable[..., tuple[Tensor, ...]]
-"""Function of activations at some positions, without communication, that treats all positions alike."""
+"""Function of activations at some positions of the sequence; it communicates nothing and treats all positions alike."""
 
 
 def in_chunks(
@@ -30,18 +30,18 @@ def in_chunks(
     tp: TensorParallel,
     num_chunks: int,
 ) -> tuple[Tensor, ...]:
-    """Results of a function, computed in chunks.
+    """Apply a position-wise function to a sequence, one chunk of the sequence at a time.
 
     Args:
-        function: Function of a part of the input, and of the same part of what entered.
-        x: (S/tp, B, D), which each rank needs whole, and gathers once in each pass.
+        function: Function of a chunk of `x` and the same chunk of each tensor of `entered`.
+        x: (S/tp, B, D) activation that each rank needs whole; gathered once in forward and once in backward.
         entered: Other activations of the whole sequence, (S, B, ...) each.
         params: Parameters that the function may use.
         tp: Tensor parallel context.
         num_chunks: Number of chunks.
 
     Returns:
-        The function's results for the whole sequence, (S, B, ...) each.
+        Results of the function for the whole sequence, (S, B, ...) each.
     """
     trained = [param for param in params if param.requires_grad]
     inputs = _Saved.apply(1 + len(entered), x, *entered, *trained)
@@ -50,9 +50,10 @@ def in_chunks(
 
 
 class _Saved(torch.autograd.Function):
-    """Inputs of `_InChunks`, saved by a node of their own.
+    """Autograd node that saves the inputs of `_InChunks` and returns them unchanged.
 
-    Recomputation of a block stops after the last tensor that the block saves: here, before the chunks are computed.
+    With activation checkpointing, recomputation of a block stops after the last tensor that the block saves. A separate
+    node lets it stop before the chunks are computed.
     """
 
     @staticmethod
@@ -92,7 +93,7 @@ class _InChunks(torch.autograd.Function):
         input_grads: list[Sequence[Tensor]] = []
         grad_parts = _parts(grads, ctx.num_chunks)
         for parts, part_grads in zip(_parts((tp.whole(x), *entered), ctx.num_chunks), grad_parts, strict=True):
-            # A compiler of graphs would else merge this computation with that of the forward pass, and keep the latter.
+            # Without this order, a graph compiler would keep the results of the forward pass in memory and reuse them.
             tp.kernels.order([*parts, *part_grads, *sums])
             inputs = [part.requires_grad_() for part in parts]
             with torch.enable_grad():
@@ -102,7 +103,7 @@ class _InChunks(torch.autograd.Function):
             for total, grad in zip(sums, all_grads[len(inputs) :], strict=True):
                 if grad is not None:
                     total.add_(grad)
-            del results, all_grads  # else they stay while the next chunk is computed
+            del results, all_grads  # otherwise they stay in memory while the next chunk is computed
         of_inputs = [torch.cat(chunks) for chunks in zip(*input_grads, strict=True)]
         if tp.axis.size > 1:
             reduce = tp.comm.reduce_scatter if tp.sequence_parallel else tp.comm.all_reduce
@@ -112,11 +113,11 @@ class _InChunks(torch.autograd.Function):
 
 
 def _sums(params: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of parameters before the first chunk, in a type that loses nothing from chunk to chunk."""
+    """Allocate float32 zeros, shaped like the parameters, to which the gradients of all chunks are added."""
     return [torch.zeros(param.shape, dtype=torch.float32, device=param.device) for param in params]
 
 
 def _parts(tensors: Sequence[Tensor], num_chunks: int) -> list[tuple[Tensor, ...]]:
-    """Chunks of some tensors, without their history: views of the first dimension."""
+    """Split tensors along dimension 0 into detached views, one tuple of views for each chunk."""
     rows = -(-tensors[0].shape[0] // num_chunks)
     return list(zip(*(x.detach().split(rows) for x in tensors), strict=True))

@@ -1,13 +1,13 @@
-"""Context parallelism: ranks share the positions of a sequence, and exchange keys and values.
+"""Context parallelism: each rank holds some positions of a sequence, and attention exchanges keys and values.
 
-Every layer but attention works on positions alone, so that a rank computes its positions as if they were a sequence of
-their own. In attention, the queries of a rank meet the keys and values of all ranks. A query sees the keys between the
-first position of its document and its own; positions decide, not the place of a token in a rank's tensors.
+All layers but attention work on each position separately, so a rank computes its own positions alone. In attention, the
+queries of a rank meet the keys and values of all ranks. A query sees the keys from the first position of its document
+up to its own position. The mask is computed from positions, not from indices into a rank's tensors.
 
-Gather: every rank collects all keys and values, and the gradients are scattered back as sums. Ring: the keys and values
-of one rank at a time pass by, and their gradients travel with them, so that no rank holds those of the whole sequence.
-A block visits the ranks whose documents and windows may reach it, and passes over the others.
-Both save the rank's own tensors only, and exchange keys and values once more in the backward pass.
+There are two methods. With `gather`, every rank all-gathers all keys and values, and backward reduce-scatters their
+gradients. With `ring`, keys and values are passed from rank to rank, and their gradients travel with them, so no rank
+holds the keys of the whole sequence. A block of keys skips the ranks whose documents and windows cannot reach it. Both
+methods save only the rank's own tensors, and exchange keys and values again in the backward pass.
 
 Shapes: S sequence, T = S / cp positions of this rank, B batch, N query heads, K key/value heads, H head dimension.
 
@@ -37,16 +37,16 @@ from nxtrain.common.sequence_cut import ContextMethod, SequenceCut
 
 @dataclass(frozen=True)
 class ContextParallel(ContextAttention):
-    """Context parallel ranks of a model, with which every attention is built.
+    """Attention of a model whose sequences are divided between context parallel ranks.
 
     Args:
         axis: Context parallel axis.
         cut: Division of the sequences between the ranks.
-        method: Exchange of keys and values.
+        method: Method of exchanging keys and values, `gather` or `ring`.
         comm: Collectives.
         kernels: Kernels of the device.
-        ring: Kernel that passes keys and values on itself, for layers whose queries see all keys before them; None:
-            there is none.
+        ring: Fused kernel that computes attention and passes keys and values on. It serves layers with a plain causal
+            mask. None if the device has no such kernel.
     """
 
     axis: Axis
@@ -56,14 +56,14 @@ class ContextParallel(ContextAttention):
     kernels: Kernels
     ring: RingAttention | None = None
     _hops: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
-    """Hops by the window of a layer, of each uploaded tensor of documents."""
+    """Cached steps of the ring that are not skipped, by attention window, for each uploaded tensor of documents."""
 
     @property
     def positions(self) -> Tensor:  # type: ignore[override]
         return self.positions_of(self.axis.rank)
 
     def positions_of(self, rank: int) -> Tensor:
-        """Positions of a rank on the host, ascending: (T,) int64."""
+        """Positions of the sequence that a rank holds, ascending, as a tensor on the host: (T,) int64."""
         return torch.tensor(self.cut.listed(rank), device="cpu")
 
     def attention(
@@ -72,7 +72,7 @@ class ContextParallel(ContextAttention):
         if self.ring is not None and starts is None and window is None:
             return _FusedRing.apply(q, k, v, self.ring)  # type: ignore[no-any-return]
         ranges = KeyRanges.of(starts, positions, window)
-        # A graph has no number for each position: under torch.compile every query meets all keys, as on lazy devices.
+        # Compiled graphs cannot depend on positions: under torch.compile queries meet all keys, as on lazy devices.
         if not (self.comm.lazy or torch.compiler.is_compiling()):
             ranges = replace(ranges, known=(self.cut.positions(self.axis.rank), (range(self.cut.seq_len),)))
         if self.method == "ring":
@@ -83,7 +83,10 @@ class ContextParallel(ContextAttention):
         self._hops[uploaded] = cache(partial(hops_seen, self.cut, starts=starts))
 
     def hops(self, ranges: KeyRanges) -> tuple[int, ...]:
-        """Hops of a ring at which a query of any rank may see the keys that arrive."""
+        """Steps of the ring (hops) at which a query of any rank may attend to arriving keys; all others are skipped.
+
+        Hop h brings the keys of the rank h places before.
+        """
         hops_of: Callable[[int | None], tuple[int, ...]] | None = None
         if ranges.starts is not None:
             hops_of = self._hops.get(ranges.starts)
@@ -101,7 +104,7 @@ class ContextParallel(ContextAttention):
         return torch.cat([positions[:piece] + hops * piece, positions[piece:] - hops * piece])
 
     def in_order(self, x: Tensor) -> Tensor:
-        """Sort rows of all ranks, given rank after rank, by position: (S, ...) to the same shape."""
+        """Sort rows by position: (S, ...), given rank after rank, to the same shape."""
         if self.cut.layout == "contiguous":
             return x
         if self.cut.layout == "striped":
@@ -110,7 +113,7 @@ class ContextParallel(ContextAttention):
         return torch.cat([pieces[:, 0], pieces[:, 1].flip(0)]).flatten(0, 1)
 
     def by_rank(self, x: Tensor) -> Tensor:
-        """Inverse of `in_order`."""
+        """Reorder rows from the order of positions to rank after rank; the inverse of `in_order`."""
         if self.cut.layout == "contiguous":
             return x
         if self.cut.layout == "striped":
@@ -141,7 +144,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _gathered(k: Tensor, v: Tensor, ranges: KeyRanges, context: ContextParallel) -> tuple[Tensor, Tensor, KeyRanges]:
-    """Keys and values of all positions in order, (S, B, K, H) each, and the ranges of queries among them."""
+    """All-gather keys and values, sorted by position: (S, B, K, H) each, with the key ranges of this rank's queries."""
     packed = torch.cat([k, v], dim=2).contiguous()
     keys, values = context.in_order(context.comm.all_gather(packed, context.axis)).chunk(2, dim=2)
     whole = torch.arange(keys.shape[0], device=keys.device)
@@ -213,12 +216,12 @@ class _Ring(torch.autograd.Function):
                 q_part, *parts = kernels.attend_backward(grad, q, keys, values, out, log_sums, block_ranges)
                 q_grad += q_part
                 part = torch.cat(parts, dim=2)
-            # The gradient of a block follows one transfer later, with what the earlier ranks have added.
+            # The gradient of a block arrives one transfer after the block, with the sums of the earlier ranks.
             if returning is not None:
                 block_grad = returning.wait()
             if part is not None:
                 block_grad = block_grad + part
-            # After the last hop it goes back to the rank of the block.
+            # After the last hop, the gradient returns to the rank that owns the block.
             returning = context.comm.start_shift(block_grad, axis, next_hop - hop)
             if passing is not None:
                 block = passing.wait()
@@ -228,14 +231,14 @@ class _Ring(torch.autograd.Function):
 
 
 def hops_seen(cut: SequenceCut, window: int | None, starts: Tensor | None = None) -> tuple[int, ...]:
-    """Hops of a ring at which a query of any rank sees a key that arrives, ascending from 0.
+    """Steps of a ring (hops) at which a query of any rank attends to the arriving keys, ascending from 0.
 
     Args:
-        cut: Division of the sequences.
-        window: Most positions that a query sees, its own among them; None: no limit.
-        starts: (B, S) first position of each position's document, on the host; None: a row is one document.
+        cut: Division of the sequences between the ranks.
+        window: Most positions that a query sees, including its own; None for no limit.
+        starts: (B, S) first position of each position's document, on the host; None if each row is one document.
     """
-    # Of numpy, since tensors have no values while a step is traced.
+    # In numpy, since tensors have no values while a step is traced.
     first = np.zeros((1, cut.seq_len), dtype=np.int64) if starts is None else starts.numpy()
     if window is not None:
         first = np.maximum(first, np.arange(cut.seq_len) - (window - 1))
@@ -244,12 +247,18 @@ def hops_seen(cut: SequenceCut, window: int | None, starts: Tensor | None = None
 
 @lru_cache(maxsize=64)
 def _hops_of_rows(cut: SequenceCut, window: int | None) -> tuple[int, ...]:
-    """`hops_seen` of rows that are one document each."""
+    """Cached result of `hops_seen` for rows that are one document each."""
     return hops_seen(cut, window)
 
 
 def _is_seen(cut: SequenceCut, hop: int, first: np.ndarray) -> bool:
-    """True if some rank sees keys of the rank `hop` ranks before; first: (B, S) first position that each query sees."""
+    """True if a query of any rank attends to keys of the rank `hop` places before it on the ring.
+
+    Args:
+        cut: Division of the sequences between the ranks.
+        hop: Distance between the two ranks.
+        first: (B, S) first position that each query sees.
+    """
     for rank in range(cut.size):
         source = (rank - hop) % cut.size
         for queries, keys in product(cut.positions(rank), cut.positions(source)):
@@ -262,7 +271,7 @@ def _is_seen(cut: SequenceCut, hop: int, first: np.ndarray) -> bool:
 
 
 def _of_block(ranges: KeyRanges, source: int, context: ContextParallel) -> KeyRanges | None:
-    """Ranges of this rank's queries among the keys of a rank; None: the queries see no key, as the host knows."""
+    """Key ranges of this rank's queries in another rank's block of keys; None if the host knows the block is masked."""
     own, theirs = context.cut.positions(context.axis.rank), context.cut.positions(source)
     if theirs[0][0] > own[-1][-1]:
         return None
@@ -272,9 +281,9 @@ def _of_block(ranges: KeyRanges, source: int, context: ContextParallel) -> KeyRa
 
 
 def _joined(out: Tensor, log_sums: Tensor, part: Tensor, part_sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to the keys of two blocks, from the attention to each: outputs (T, B, N, H), sums (B, N, T)."""
+    """Combine the attention to two blocks of keys by their log-sum-exps: outputs (T, B, N, H) and sums (B, N, T)."""
     joined = torch.logaddexp(log_sums, part_sums)
-    # A query that has seen no key yet has sums of -inf, and both of its outputs are zeros.
+    # A query that has seen no key in either block has sums of -inf, and its outputs are zeros.
     anchor = joined.masked_fill(joined == float("-inf"), 0.0)
     shares = [(sums - anchor).exp().permute(2, 0, 1).unsqueeze(-1) for sums in (log_sums, part_sums)]
     return out * shares[0] + part * shares[1], joined

@@ -1,12 +1,12 @@
-"""Data parallelism: averages of gradients, and the division of the update between ranks.
+"""Data parallelism: averaging gradients over ranks, and dividing the optimizer's update between them.
 
-Every rank computes gradients of its own sequences, or of its positions under context parallelism; the ranks of dp x cp
-are called data parallel here. Replicated: every rank averages and updates all parameters. ZeRO-1:
-each rank averages and updates some rows of every parameter, and all ranks gather the results. The module
-`fully_sharded` adds torch's own sharding.
+Every rank computes gradients of its own sequences, or of its own positions under context parallelism. So all ranks of
+dp x cp are called data parallel in this module. With `Replicated`, every rank averages and updates all parameters. With
+ZeRO-1, each rank averages and updates some rows of every parameter, and an all-gather collects the updated rows. The
+module `fully_sharded` adds torch's own sharding.
 
-Under expert parallelism, ranks hold different experts. An expert's gradient is the sum over the ranks that hold the
-expert, divided by the number of all data parallel ranks as every gradient is.
+Under expert parallelism, ranks hold different experts. An expert's gradient is summed over the ranks that hold the
+expert. The sum is divided by the number of all data parallel ranks, as for every gradient.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from nxtrain.parallel.precision import Precision
 
 
 class DataParallel(ABC):
-    """Work of the data parallel ranks between forward passes.
+    """Interface of a data parallel strategy: averages gradients and publishes updated parameters.
 
     Attributes:
         layout: The entries of the model that this rank updates.
         shards: This rank's tensors of these entries, by parameter name.
-        has_whole_parameters: Between steps, each rank holds whole parameters.
+        has_whole_parameters: Each rank holds whole parameters between steps.
     """
 
     layout: Layout
@@ -41,11 +41,15 @@ class DataParallel(ABC):
 
     @abstractmethod
     def begin(self, *, last: bool) -> None:
-        """Prepare for a backward pass; `last`: the step's last pass through the same parameters."""
+        """Prepare the gradient reduction for a backward pass.
+
+        Args:
+            last: True for the step's last backward pass through the same parameters.
+        """
 
     @abstractmethod
     def reduce(self) -> dict[str, Tensor]:
-        """Gradients of `shards`, averaged over the data parallel ranks; the caller may overwrite them."""
+        """Gradients of `shards`, averaged over the data parallel ranks, by name; the caller may overwrite them."""
 
     @abstractmethod
     def publish(self) -> None:
@@ -54,12 +58,12 @@ class DataParallel(ABC):
 
 @dataclass(frozen=True)
 class Reduction:
-    """Settings of the reduction of gradients.
+    """Settings of the gradient reduction.
 
     Args:
-        precision: Types of the sums.
+        precision: Number types of the gradient sums.
         accumulates: Some steps have several micro-batches.
-        bucket_bytes: Size of one collective, in the type of the reduction.
+        bucket_bytes: Largest size of a bucket, in the type of the reduction.
     """
 
     precision: Precision
@@ -68,19 +72,20 @@ class Reduction:
 
 
 class Bucketed(DataParallel):
-    """Average of gradients bucket by bucket, each as soon as the last backward pass has computed its gradients.
+    """Data parallel strategy that reduces gradients bucket by bucket, overlapped with the last backward pass.
+
+    A bucket's collective starts as soon as the last backward pass has computed all gradients of the bucket. On a lazy
+    device, an early start gains nothing, and all micro-batches should record the same graph. There every micro-batch
+    adds to preallocated sums, and the reduction follows the last micro-batch.
 
     Attributes:
-        on_local: Called with names and sums of gradients of this rank alone, before their average; None: nothing is.
-
-    On a lazy device, an early start gains nothing, and all micro-batches should record the same graph. There every
-    micro-batch adds to sums that always exist, and the reduction follows the last micro-batch.
+        on_local: Called with names and this rank's gradient sums before they are averaged; None for no call.
 
     Args:
         parameters: Parameters of the model by name.
         layout: The entries that this rank updates.
         comm: Collectives.
-        how: Types and sizes of the sums.
+        how: Number types and sizes of the reduction.
         put: Copies a host tensor to the device.
     """
 
@@ -169,7 +174,7 @@ class Bucketed(DataParallel):
 
     @abstractmethod
     def _start(self, grads: list[Tensor], names: Sequence[str]) -> Pending[list[Tensor]]:
-        """Begin to average the gradients of a bucket, whose parameters have the same axes."""
+        """Start averaging the gradients of a bucket; all parameters of a bucket have the same axes."""
 
 
 class Replicated(Bucketed):
@@ -177,7 +182,7 @@ class Replicated(Bucketed):
 
     Args:
         parameters, layout, comm, how, put: As in `Bucketed`.
-        binding: Library that averages gradients; None: nxtrain's own code.
+        binding: Library that averages gradients; None for nxtrain's own code.
     """
 
     def __init__(
@@ -193,7 +198,7 @@ class Replicated(Bucketed):
         self._binding = binding or Binding()
 
     def publish(self) -> None:
-        """Do nothing: the parameters themselves were updated."""
+        """Do nothing, because the update has changed the parameters themselves."""
 
     def _start(self, grads: list[Tensor], names: Sequence[str]) -> Pending[list[Tensor]]:
         copies = self.layout.axes_of(names[0]).copies
@@ -207,7 +212,7 @@ class Replicated(Bucketed):
 
 
 class Zero1(Bucketed):
-    """ZeRO-1: each rank updates its rows of every parameter, then an all-gather collects the rows.
+    """ZeRO-1: each rank updates its rows of every parameter, then an all-gather collects the updated rows.
 
     Source: Rajbhandari et al. 2020 (arXiv:1910.02054) section 5.1.
     """
@@ -224,7 +229,7 @@ class Zero1(Bucketed):
         shards: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
             shard = layout.axes_of(name).shard
-            # Rows of zeros at the end, so that all ranks have equally many.
+            # Rows of zeros are appended, so that all ranks have the same number of rows.
             padded = pad_rows(parameter.detach().cpu(), shard.size)
             shards[name] = put(padded.chunk(shard.size)[shard.rank].clone())
         self.shards = shards
@@ -254,7 +259,15 @@ class Zero1(Bucketed):
 
 
 def fill_buckets(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
-    """Group adjacent names up to a size; a larger tensor has a bucket of its own."""
+    """Group adjacent tensors into buckets of at most `limit_bytes`; a larger tensor has a bucket of its own.
+
+    Args:
+        sizes: Bytes of each tensor by name, in order.
+        limit_bytes: Largest size of a bucket of several tensors.
+
+    Returns:
+        Names of each bucket.
+    """
     buckets: list[list[str]] = []
     filled = 0
     for name, size in sizes.items():
@@ -267,7 +280,7 @@ def fill_buckets(sizes: Mapping[str, int], limit_bytes: int) -> list[list[str]]:
 
 
 def pad_rows(x: Tensor, multiple: int) -> Tensor:
-    """Append rows of zeros, so that the number of rows is a multiple."""
+    """Append rows of zeros to a tensor until its number of rows is divisible by `multiple`."""
     rows = -x.shape[0] % multiple
     if rows == 0:
         return x
@@ -275,8 +288,8 @@ def pad_rows(x: Tensor, multiple: int) -> Tensor:
 
 
 def take_grad(parameter: Tensor) -> Tensor:
-    """Gradient of a parameter, which has none afterwards."""
+    """Return the gradient of a parameter and reset `parameter.grad` to None."""
     grad = parameter.grad
-    assert grad is not None, "every parameter takes part in every step"
+    assert grad is not None, "a parameter has no gradient after the backward pass"
     parameter.grad = None
     return grad

@@ -1,10 +1,10 @@
-"""Dispatch of tokens to experts, on this rank or on the ranks that hold the experts.
+"""Dispatch of tokens to mixture-of-experts experts, on this rank or on the ranks that hold the experts.
 
-On eager devices, an expert has as many rows as slots, up to the multiple that its products want. The host reads the
-numbers of rows, unless the products read them on the device. A device that records graphs computes blocks of equal
-numbers of rows, some of them empty, so that its graph depends on no routing.
+On eager devices, an expert computes as many rows as it has slots, rounded up to the multiple that the matrix products
+need. The host reads the numbers of rows, unless the products read them on the device. A device that records graphs
+computes blocks with equal numbers of rows. Some blocks are empty, so that the graph does not depend on the routing.
 
-Shapes: T tokens, k experts of a token, D hidden, F intermediate of this rank, E experts.
+Shapes: T tokens, k experts of a token, D hidden size, F intermediate size of this rank, E experts.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from nxtrain.parallel.expert_products import ExpertMatrices
 from nxtrain.parallel.slot_rows import SlotRows, block_rows, sorted_rows
 
 EVEN_ROWS = 2
-"""Most rows of all blocks, relative to the rows that the most uneven routing needs."""
+"""Largest ratio of computed to needed rows at which each expert gets one block; beyond it, blocks are smaller."""
 
 
 def capacity_of(num_slots: int, num_experts: int, factor: float) -> int:
-    """Most slots that an expert computes, of `num_slots` that the experts share.
+    """Capacity of an expert: most slots (token-expert pairs) that it computes, of `num_slots` for all experts.
 
     Source: Fedus et al. 2021 (arXiv:2101.03961) equation 3.
     """
@@ -34,7 +34,7 @@ def capacity_of(num_slots: int, num_experts: int, factor: float) -> int:
 
 
 def num_dropped(indices: Tensor, num_experts: int, capacity: int) -> Tensor:
-    """Number of slots beyond the capacities of their experts, () float32."""
+    """Number of slots (token-expert pairs) beyond the capacities of their experts, () float32."""
     numbers = torch.arange(num_experts, device=indices.device)
     counts = (indices.flatten().unsqueeze(1) == numbers).sum(0, dtype=torch.float32)
     return (counts - capacity).clamp(min=0).sum()
@@ -50,22 +50,23 @@ def dispatch(  # 8 arguments: tokens, their routing, the experts, the limit of a
     capacity: int | None = None,
     expert_parallel: ExpertParallel | None = None,
 ) -> Tensor:
-    """Weighted sum over the experts of each token.
+    """Weighted sum of the experts' outputs for each token: (T, D) to (T, D).
 
-    The host reads the number of rows of each expert where it starts the products one by one, and where ranks exchange
+    The host reads the number of rows of each expert in two cases: it starts the products one by one, or ranks exchange
     rows.
 
     Args:
-        x: (T, D).
-        weights: (T, k) float32.
-        indices: (T, k) integers, the experts of each token, each once.
+        x: (T, D) tokens.
+        weights: (T, k) float32, the router's weights.
+        indices: (T, k) integers, the experts of each token; a token names each expert at most once.
         experts: Matrices of this rank's experts.
         num_experts: E, over all ranks.
+        kernels: Kernels of the device.
         capacity: As for `sorted_rows`.
-        expert_parallel: Ranks that divide the experts; None: this rank has all.
+        expert_parallel: Ranks that divide the experts; None if this rank has all experts.
 
     Returns:
-        (T, D); with a sharded intermediate size, a partial sum over the tensor parallel ranks.
+        (T, D); a partial sum over the tensor parallel ranks if the intermediate size is sharded.
     """
     grouping = kernels.grouping(x.dtype, experts.sizes)
     if expert_parallel is None:
@@ -89,13 +90,14 @@ def static_dispatch(  # 8 arguments: as `dispatch`
     expert_parallel: ExpertParallel | None = None,
     kernel: BlockwiseKernel | None = None,
 ) -> Tensor:
-    """Weighted sum over the experts of each token, by operations whose shapes depend on no routing.
+    """Weighted sum of the experts' outputs for each token, by operations whose shapes do not depend on the routing.
 
-    Arguments and result are those of `dispatch`, with a kernel of the device.
+    Arguments and result are those of `dispatch`. The argument `kernel` replaces `kernels`: a fused kernel of the
+    device.
 
-    Between ranks only blocks of equal size are exchanged. Without a capacity, every rank gets the tokens of all ranks,
-    and has rows for the routing that gives its experts the most of them. A kernel of the device computes blocks of
-    matrices alone, without a capacity.
+    Ranks exchange only blocks of equal size. Without a capacity, every rank gets the tokens of all ranks. Its rows then
+    suffice for the routing that sends most tokens to its experts. The fused kernel is used without a capacity, for
+    experts without biases, adapters or clamped units.
     """
     has_kernel = kernel is not None and capacity is None and experts.is_plain
     if expert_parallel is None:
@@ -109,7 +111,7 @@ def static_dispatch(  # 8 arguments: as `dispatch`
         most_slots = x.shape[0] * most_of_token
         if kernel is not None and has_kernel:
             return expert_parallel.sum_tokens(by_kernel(x, weights, indices, experts, most_slots, kernel))
-        # A block for each expert has room for every token, and copies no matrices. More experts take too many rows.
+        # One block per expert has room for every token and copies no matrices. With many experts it has too many rows.
         capacity = x.shape[0] if num_own <= EVEN_ROWS * most_of_token else None
         grouped = block_rows(indices, num_own, capacity, most_slots=most_slots)
         return expert_parallel.sum_tokens(_of_blocks(x, weights, *grouped, experts))
@@ -123,7 +125,7 @@ def static_dispatch(  # 8 arguments: as `dispatch`
 def _of_blocks(
     x: Tensor, weights: Tensor, rows: SlotRows, owner: Tensor | None, num_blocks: int, experts: ExpertMatrices
 ) -> Tensor:
-    """Weighted sum over the experts of this rank for each token: (T, D) to (T, D)."""
+    """Weighted sum over the experts of this rank for each token, computed in blocks of equal size: (T, D) to (T, D)."""
     blocks = rows.spread(x).unflatten(0, (num_blocks, -1))
     scale = rows.weights(weights).unflatten(0, (num_blocks, -1))
     return rows.collect(experts.of_blocks(blocks, scale, owner).flatten(0, 1))

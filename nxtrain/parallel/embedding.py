@@ -1,4 +1,4 @@
-"""Vocabulary embedding, its rows sharded over the tensor parallel ranks."""
+"""Vocabulary embedding whose rows are sharded over the tensor parallel ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nxtrain.parallel.regions import TensorParallel
 
 
 class VocabEmbedding(nn.Module):
-    """Embedding in which each rank looks up its own vocabulary rows; the sum over ranks is the whole lookup.
+    """Embedding in which each rank looks up its own vocabulary rows, and a sum over the tp ranks completes the lookup.
 
     Args:
         vocab_size: V, unpadded; if tp does not divide V, the last rank's rows are padded with zeros.
@@ -32,11 +32,11 @@ class VocabEmbedding(nn.Module):
         self.register_buffer("first", torch.empty(2, dtype=torch.int64), persistent=False)
 
     def host_buffers(self) -> dict[str, Tensor]:
-        """Values of the buffers, computed on the host."""
+        """Values of the layer's buffers, computed on the host, by buffer name."""
         return {"first": torch.tensor([self._piece.start, self._piece.local_length])}
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(S, B) integers to (S/tp, B, D)."""
+        """Look up token embeddings: (S, B) integers to (S/tp, B, D)."""
         if self._tp.axis.size == 1:
             return F.embedding(tokens, self.weight)
         local = tokens - self.first[0]

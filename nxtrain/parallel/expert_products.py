@@ -1,9 +1,10 @@
-"""Products of experts: gated feed-forwards of the rows of each expert, with little saved for the backward pass.
+"""Matrix products of mixture-of-experts feed-forwards, with few tensors saved for the backward pass.
 
-The factor of a row multiplies the input of the last product, which is linear. So the output of an expert is not saved
-for the gradient of the factor. Of a row, only its input and its projection to gate and values are saved.
+The router's weight of a row multiplies the input of the last product, not its output. The product is linear, so both
+give the same result. Thus the gradient of the weight does not need the expert's output. For each row, only its input
+and its projection to gate and values are saved.
 
-Shapes: N rows, D hidden, F intermediate of this rank, E experts, n blocks of B rows each.
+Shapes: N rows, D hidden size, F intermediate size of this rank, E experts, n blocks of B rows each.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from nxtrain.common.kernels import Kernels, RowGroups
 
 @dataclass(frozen=True)
 class LowRank:
-    """Update of one matrix of each expert: factor * B A.
+    """Low-rank update (LoRA) of one matrix of each expert: factor * B A.
 
     Args:
         a: (E, r, inputs).
@@ -37,10 +38,10 @@ class LowRank:
 
 @dataclass(frozen=True)
 class ClampedUnit:
-    """Gated unit (up + 1) * gate * sigmoid(alpha * gate), with a gate clamped from above and values from both sides.
+    """Gated unit (up + 1) * gate * sigmoid(alpha * gate), with the gate clamped from above and `up` from both sides.
 
     Args:
-        limit: Largest gate, and largest absolute value.
+        limit: Largest gate, and largest absolute value of `up`.
         alpha: Factor inside of the sigmoid.
 
     Source: OpenAI 2025 (arXiv:2508.10925) section 2.2.
@@ -50,7 +51,7 @@ class ClampedUnit:
     alpha: float
 
     def __call__(self, gate: Tensor, values: Tensor) -> Tensor:
-        """Halves of a projection, (..., F) each, to (..., F)."""
+        """Apply the unit to both halves of a projection: (..., F) each, to (..., F)."""
         # No `clamp`, for which torch-xla computes in float64.
         limit = gate.new_full((), self.limit)
         gate = torch.where(gate > limit, limit, gate)
@@ -62,15 +63,15 @@ class ClampedUnit:
 
 @dataclass(frozen=True)
 class ExpertMatrices:
-    """Matrices of the experts of a rank.
+    """Weight matrices of the experts of a rank.
 
     Args:
-        gate_up: (E * 2F, D), the rows of an expert adjacent.
-        down: (D, E * F), the columns of an expert adjacent.
+        gate_up: (E * 2F, D) projection to gate and values; the rows of an expert are adjacent.
+        down: (D, E * F) output projection; the columns of an expert are adjacent.
         number: E.
-        of_gate_up, of_down: Low-rank updates of the matrices; None: none.
-        biases: (E * 2F,) and (E * D,), added to the products of both matrices; None: none.
-        unit: Gated unit; None: silu(gate) * up.
+        of_gate_up, of_down: Low-rank updates of the two matrices; None for none.
+        biases: (E * 2F,) and (E * D,), added to the products of the two matrices; None for no biases.
+        unit: Gated unit; None for silu(gate) * up.
     """
 
     gate_up: Tensor
@@ -83,17 +84,17 @@ class ExpertMatrices:
 
     @property
     def is_plain(self) -> bool:
-        """True for matrices alone, whose backward pass is written out."""
+        """True without low-rank updates, biases and a clamped unit: the case with a hand-written backward pass."""
         return self.of_gate_up is None and self.of_down is None and self.biases is None and self.unit is None
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Every size of the matrices of an expert."""
+        """Sizes of an expert's matrices: inputs of both projections, and ranks of low-rank updates."""
         ranks = [update.a.shape[1] for update in (self.of_gate_up, self.of_down) if update is not None]
         return (self.gate_up.shape[1], self.down.shape[1] // self.number, *ranks)
 
     def of_groups(self, rows: Tensor, scale: Tensor, groups: RowGroups, kernels: Kernels) -> Tensor:
-        """Gated feed-forwards of sorted rows, times a factor of each row: (N, D), (N,) to (N, D)."""
+        """Gated feed-forwards of rows sorted by expert, times a factor of each row: (N, D), (N,) to (N, D)."""
         if self.is_plain:
             return ExpertProducts.apply(rows, scale, self.gate_up, self.down, groups, kernels)  # type: ignore[no-any-return]
         numbers = torch.arange(len(rows), device=rows.device)
@@ -104,7 +105,9 @@ class ExpertMatrices:
         """Gated feed-forwards of blocks of rows, times a factor of each row: (n, B, D), (n, B) to (n, B, D).
 
         Args:
-            owner: (n,) int64, expert of each block; None: one block of each.
+            blocks: (n, B, D), rows of one expert in each block.
+            scale: (n, B), factor of each row.
+            owner: (n,) int64, expert of each block; None if each expert has one block.
         """
         if self.is_plain:
             return BlockProducts.apply(blocks, scale, self.gate_up, self.down, self.number, owner)  # type: ignore[no-any-return]
@@ -113,12 +116,12 @@ class ExpertMatrices:
     def _composed(
         self, rows: Tensor, scale: Tensor, product: Callable[[Tensor, Tensor], Tensor], owner: Tensor | None
     ) -> Tensor:
-        """Gated feed-forwards of products that autograd differentiates.
+        """Gated feed-forwards made of operations that autograd differentiates, for biases, adapters and clamped units.
 
         Args:
             rows, scale: (N, D) and (N,), or (n, B, D) and (n, B).
             product: Product of rows with the transposed matrix of their expert.
-            owner: (N,) or (n,), expert of each row or block; None: one block of each.
+            owner: (N,) or (n,), expert of each row or block; None if each expert has one block.
         """
         first, last = _of_blocks(self.gate_up, self.down, self.number)
         factor = scale.unsqueeze(-1).to(rows.dtype)
@@ -137,9 +140,10 @@ class ExpertMatrices:
 
 
 def _of_owner(bias: Tensor, number: int, owner: Tensor | None, num_dims: int) -> Tensor:
-    """Bias of the expert of each row or block, (E * M,) to (N, M) or (n, 1, M).
+    """Bias of the expert of each row or block: (E * M,) to (N, M) or (n, 1, M).
 
-    A product with ones and zeros, so that the gradient is a product as well, whose sum has an order.
+    The bias is selected by a product with a matrix of ones and zeros. Its gradient is then a matrix product too, which
+    sums in a fixed order.
     """
     by_expert: Tensor = bias.unflatten(0, (number, -1))
     if owner is not None:
@@ -169,7 +173,7 @@ def _of_owners(blocks: Tensor, matrices: Tensor, owner: Tensor | None) -> Tensor
 
 
 class GroupedProduct(torch.autograd.Function):
-    """Product of the rows of each expert with the transposed matrix of the expert: (N, I), (E, O, I) to (N, O)."""
+    """Product of each expert's rows with the expert's transposed matrix: (N, I), (E, O, I) to (N, O)."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, matrices: Tensor, groups: RowGroups, kernels: Kernels) -> Tensor:
@@ -191,7 +195,7 @@ class GroupedProduct(torch.autograd.Function):
 
 
 class ExpertProducts(torch.autograd.Function):
-    """Gated feed-forwards of the experts on sorted rows, times a factor of each row: (N, D) to (N, D)."""
+    """Gated feed-forwards of the experts on rows sorted by expert, times a factor of each row: (N, D) to (N, D)."""
 
     @staticmethod
     def forward(
@@ -200,7 +204,7 @@ class ExpertProducts(torch.autograd.Function):
         first, last = _of_blocks(gate_up, down, len(groups.ends))
         projected = kernels.grouped_matmul(rows, first.transpose(1, 2), groups)
         gate, values = projected.chunk(2, dim=-1)
-        # Contiguous: torch's vectors on a CPU end at the end of a row of a view.
+        # Contiguous, since torch's CPU vectorization stops at the end of each row of a view.
         hidden = F.silu(gate.contiguous()).mul_(values).mul_(scale.unsqueeze(1).to(rows.dtype))
         ctx.groups, ctx.kernels = groups, kernels
         ctx.save_for_backward(rows, scale, projected, gate_up, down)
@@ -236,7 +240,7 @@ class ExpertProducts(torch.autograd.Function):
 class BlockProducts(torch.autograd.Function):
     """Gated feed-forwards on blocks of rows of one expert each, times a factor of each row: (n, B, D) to (n, B, D).
 
-    The matrices of a block's expert are copied for the block, unless each expert has one block.
+    The matrices of the block's expert are copied for each block, unless each expert has one block.
     """
 
     @staticmethod
@@ -281,7 +285,7 @@ class BlockProducts(torch.autograd.Function):
 
 
 def _of_blocks(gate_up: Tensor, down: Tensor, num_experts: int, owner: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Matrices of the expert of each block: (n, 2F, D) and (n, D, F); without owners, one block of each expert."""
+    """Matrices of the expert of each block, (n, 2F, D) and (n, D, F); `owner` is None if each expert has one block."""
     first = gate_up.unflatten(0, (num_experts, -1))
     last = down.unflatten(1, (num_experts, -1)).transpose(0, 1)
     if owner is None:
@@ -290,7 +294,7 @@ def _of_blocks(gate_up: Tensor, down: Tensor, num_experts: int, owner: Tensor | 
 
 
 def _by_expert(by_block: Tensor, num_experts: int, owner: Tensor | None) -> Tensor:
-    """Sums over the blocks of each expert: (n, ...) to (E, ...)."""
+    """Sum gradients over the blocks of each expert: (n, ...) to (E, ...)."""
     if owner is None:
         return by_block
     numbers = torch.arange(num_experts, device=owner.device).unsqueeze(1)

@@ -1,6 +1,6 @@
-"""Experts of a block, each sharded over tp like any feed-forward; under expert parallelism, some on each rank.
+"""Mixture-of-experts layer: each expert is sharded over tp, and expert parallelism divides the experts between ranks.
 
-Shapes: S sequence, B batch, D hidden, k experts of a token; S/tp under sequence parallelism, else S.
+Shapes: S sequence, B batch, D hidden size, k experts of a token; S/tp under sequence parallelism, else S.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nxtrain.parallel.regions import TensorParallel
 
 
 class _Matrices(nn.Module):
-    """One matrix of every expert of this rank, as one parameter, and perhaps their biases as another."""
+    """One weight matrix of every expert of this rank, fused into one parameter, with optional biases as another."""
 
     def __init__(self, spec: ShardSpec, init: Init, tp: TensorParallel, bias: ShardSpec | None) -> None:
         super().__init__()
@@ -34,19 +34,20 @@ class _Matrices(nn.Module):
 
 
 class Experts(nn.Module):
-    """Gated feed-forwards, of which each token passes through k.
+    """Gated feed-forward experts of a block; each token passes through k of them.
 
     Args:
         hidden_size: D.
         mixture: Number and width of the experts.
         init, init_out: Initial values of the input and output projections.
         tp: Tensor parallel context.
-        capacity_factor: Slots that an expert computes, relative to an even load; None: all.
-        expert_parallel: Ranks that divide the experts; None: this rank has all.
+        capacity_factor: Slots (token-expert pairs) that an expert computes, relative to an even load; None for no
+            limit.
+        expert_parallel: Ranks that divide the experts; None if this rank has all experts.
 
     Attributes:
         num_own: Experts of this rank.
-        updates: Low-rank updates of the input and of the output projections.
+        updates: Function that returns the low-rank updates of the input and the output projections.
     """
 
     updates: Callable[[], tuple[LowRank | None, LowRank | None]] | None = None
@@ -79,10 +80,16 @@ class Experts(nn.Module):
         self.num_own, self._expert_parallel = len(own), expert_parallel
 
     def forward(self, x: Tensor, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(S/tp, B, D), (S/tp, B, k) float32, (S/tp, B, k) integers to (S/tp, B, D).
+        """Weighted sum of expert outputs, and the number of slots dropped beyond the capacity.
 
-        The number of slots beyond a capacity comes with the output, () float32; None without a capacity. Under sequence
-        parallelism each rank has an equal part of the number.
+        Args:
+            x: (S/tp, B, D) activations.
+            weights: (S/tp, B, k) float32, the router's weights.
+            indices: (S/tp, B, k) integers, experts of each token.
+
+        Returns:
+            (S/tp, B, D), and the number of dropped slots (token-expert pairs), () float32, or None without a capacity.
+            Under sequence parallelism each rank returns an equal part of the number.
         """
         tp = self._tp
         x, weights = tp.enter(x), tp.enter(weights)
@@ -98,14 +105,14 @@ class Experts(nn.Module):
         updates = (None, None) if self.updates is None else self.updates()
         biases: tuple[Tensor, Tensor] | None = None
         if self.gate_up_proj.bias is not None and self.down_proj.bias is not None:
-            # Every rank of tp has a part of the sum.
+            # Each tp rank adds an equal part of the bias, since the outputs are summed over tp.
             biases = self.gate_up_proj.bias, self.down_proj.bias / tp.axis.size
         matrices = ExpertMatrices(
             self.gate_up_proj.weight, self.down_proj.weight, self.num_own, *updates, biases=biases, unit=self._unit
         )
         is_static = tp.comm.lazy or tp.kernels.static_shapes or torch.compiler.is_compiling()
         if capacity is not None and not tp.kernels.host_may_look:
-            # Blocks as large as the capacity, where the host would wait for numbers of rows.
+            # Blocks as large as the capacity, since otherwise the host would wait for the numbers of rows.
             grouping = tp.kernels.grouping(x.dtype, matrices.sizes)
             is_static = is_static or grouping.counted or self._expert_parallel is not None
         if is_static:

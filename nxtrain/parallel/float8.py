@@ -1,13 +1,14 @@
-"""Linear layers in float8: output, gradient of the input and gradient of the weight are products of float8 matrices.
+"""Linear layers in float8: output, input gradient and weight gradient are products of float8 matrices.
 
-Model code is unchanged: existing layers of blocks get another product. Weights, gradients and checkpoints keep their
-types. Each matrix is scaled by its present magnitudes, then cast, with the dimension that a product sums last. A scale
-is one of the whole layer: ranks of tp share the magnitudes of what is cut between them.
+Model code is unchanged: existing linear layers of blocks get a float8 product. Weights, gradients and checkpoints keep
+their types. Each matrix is scaled by its current largest magnitudes and cast to float8 before each product (dynamic
+scaling). The cast matrix is contiguous along the dimension over which the product sums. A scale belongs to the
+unsharded layer: tp ranks reduce the magnitudes of sharded matrices together.
 
 Shapes: T tokens of a micro-batch, I inputs, O outputs of this rank; M, K a matrix whose product sums over K.
 
 Source: https://github.com/pytorch/ao at 36027d8, torchao/float8/config.py, for recipes and types. OCP Microscaling
-Formats (MX) 1.0 for blocks, whose scales are rounded up as in Mishra et al. 2025 (arXiv:2506.08027).
+Formats (MX) 1.0 for blocks; their scales are rounded up as in Mishra et al. 2025 (arXiv:2506.08027).
 """
 
 from __future__ import annotations
@@ -28,29 +29,29 @@ from nxtrain.parallel.linear import ColumnLinear, Postpone, RowLinear
 from nxtrain.parallel.regions import TensorParallel
 
 Recipe: TypeAlias = Literal["tensorwise", "rowwise", "mxfp8"]
-"""Sharing of scales: one for a matrix, for a row, or for `BLOCK` entries of a row."""
+"""Granularity of float8 scales: one for a matrix, for a row, or for `BLOCK` entries of a row."""
 
 BLOCK = 32
-"""Entries that share a scale of MXFP8."""
+"""Number of entries that share a scale in MXFP8."""
 
 SMALLEST = 1e-12
-"""Least magnitude by which a matrix is scaled, as in torchao; smaller entries become zeros."""
+"""Least magnitude by which a float8 matrix is scaled, as in torchao; smaller entries become zeros."""
 
 _EXPONENT = 0x7F800000
-"""Bits of the exponent of a float32."""
+"""Bit mask of the exponent of a float32."""
 
 
 def multiple(recipe: Recipe) -> int:
-    """Number that divides both sizes of a layer in float8."""
+    """Number that must divide both sizes of a linear layer in float8."""
     return BLOCK if recipe == "mxfp8" else 16
 
 
 def use_float8(model: nn.Module, recipe: Recipe | Literal["none"]) -> None:
-    """Let the linear layers of a model's blocks multiply in float8, except those whose sizes on a rank do not fit.
+    """Make the linear layers of a model's blocks multiply in float8, except layers whose sizes on a rank do not fit.
 
     Args:
         model: A `CausalLM`, changed in place; its parameters keep their names.
-        recipe: Sharing of scales; none: all layers keep their products.
+        recipe: Granularity of scales; `none` leaves all layers unchanged.
     """
     if recipe == "none":
         return
@@ -60,11 +61,11 @@ def use_float8(model: nn.Module, recipe: Recipe | Literal["none"]) -> None:
                 fits = all(size % multiple(recipe) == 0 for size in layer.weight.shape)
                 if fits:
                     layer.float8 = Float8Linear(recipe, layer.tp, enters=isinstance(layer, ColumnLinear))
-                    layer.is_uniform = False  # a scale is that of the whole sequence
+                    layer.is_uniform = False  # a scale depends on the whole sequence
 
 
 def layers_in_float8(model: nn.Module) -> tuple[int, list[str]]:
-    """Number of layers in float8, and names with shapes of those whose sizes do not fit."""
+    """Number of layers in float8, and names with shapes of the linear layers whose sizes do not fit."""
     number, others = 0, dict[str, None]()
     for block in cast(CausalLM, model).blocks:
         for name, layer in block.named_modules():
@@ -82,9 +83,9 @@ class Float8Linear:
     """Product of a layer's input with its weight, in float8.
 
     Args:
-        recipe: Sharing of scales.
+        recipe: Granularity of scales.
         tp: Tensor parallel context of the layer.
-        enters: The layer is a column layer, whose input every rank needs whole; otherwise a row layer.
+        enters: True for a column layer, whose input every rank needs whole; False for a row layer.
     """
 
     recipe: Recipe
@@ -92,7 +93,7 @@ class Float8Linear:
     enters: bool
 
     def __call__(self, x: Tensor, weight: Tensor, postpone: Postpone | None) -> Tensor:
-        """x @ weight.T: (S/tp, B, I) to (S, B, O) of a column layer, (S, B, I) to (S, B, O) of a row layer."""
+        """Compute x @ weight.T: (S/tp, B, I) to (S, B, O) in a column layer, (S, B, I) to (S, B, O) in a row layer."""
         if postpone is not None:
             weight = weight.detach()  # see `linear.py:_SplitProduct`
         out: Tensor = _Float8Product.apply(x, weight, self, postpone)
@@ -100,18 +101,18 @@ class Float8Linear:
 
     @property
     def grad_type(self) -> torch.dtype:
-        """Type of gradients of outputs: with one scale for all entries, range counts more than digits."""
+        """Float8 type of output gradients: e5m2 with one scale per matrix, which needs range, otherwise e4m3."""
         return torch.float8_e5m2 if self.recipe == "tensorwise" else torch.float8_e4m3fn
 
     def whole(self, x: Tensor) -> Tensor:
-        """The layer's input on every rank that needs it."""
+        """Gather the input of a column layer over tp; return the input of a row layer unchanged."""
         return self.tp.whole(x) if self.enters else x
 
     def magnitudes(self, *matrices: tuple[Tensor, bool]) -> list[Tensor]:
-        """Largest magnitudes of matrices, (1, 1), (M, 1) or (M, K / 32) float32 each, by the recipe.
+        """Largest magnitudes of matrices as the recipe groups them: (1, 1), (M, 1) or (M, K / 32) float32 each.
 
         Args:
-            matrices: Matrices, and True for those whose scales reach over the parts of other ranks of tp.
+            matrices: Matrices, each with True if its scales cover the shards of other tp ranks too.
         """
         results = [self._magnitudes(matrix) for matrix, _ in matrices]
         shared = [index for index, (_, is_cut) in enumerate(matrices) if is_cut]
@@ -124,20 +125,23 @@ class Float8Linear:
         return results
 
     def product(self, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], *, grad: bool = False) -> Tensor:
-        """Product a @ b.T of matrices with their magnitudes, in the type of the matrices.
+        """Product a @ b.T in float8 of matrices with their magnitudes; the result has the type of `a` before the cast.
 
         Args:
-            grad: `a` is a gradient.
+            a, b: Matrix and its magnitudes, each.
+            grad: True if `a` is a gradient.
         """
         left = self._cast(*a, self.grad_type if grad else torch.float8_e4m3fn)
         right = self._cast(*b, torch.float8_e4m3fn)
         return self.tp.kernels.float8_matmul(left, right, a[0].dtype, fast=not grad)
 
     def weight_grad(self, grad: Tensor, x: Tensor, known: Sequence[Tensor]) -> Tensor:
-        """Gradient of the weight: (..., O), (..., I) to (O, I).
+        """Gradient of the weight, computed by a float8 product: (..., O), (..., I) to (O, I).
 
         Args:
-            known: Magnitudes of both, if a scale is that of the whole matrix.
+            grad: (..., O) gradient of the output.
+            x: (..., I) input.
+            known: Magnitudes of `grad` and `x` if a scale covers the whole matrix, else empty.
         """
         both = [matrix.flatten(0, -2) for matrix in (grad, x)]
         missing = -len(both[0]) % multiple(self.recipe)
@@ -156,7 +160,7 @@ class Float8Linear:
 
     def _cast(self, matrix: Tensor, magnitudes: Tensor, dtype: torch.dtype) -> Float8Matrix:
         most = torch.finfo(dtype).max
-        # In float64, as in torchao: compilers divide float32 in other ways than eager kernels.
+        # In float64, as in torchao, since compilers and eager kernels divide float32 differently.
         scales = (most / magnitudes.double().clamp(min=SMALLEST)).float()
         if self.recipe != "tensorwise":
             scales = (scales.view(torch.int32) & _EXPONENT).view(torch.float32)
@@ -170,23 +174,24 @@ class Float8Linear:
 
 
 class _Float8Product(torch.autograd.Function):
-    """x @ weight.T in float8. Saved are this rank's slice of the input, the weight, and magnitudes of whole matrices.
+    """Autograd function of x @ weight.T in float8.
 
-    Backward communicates as `linear.py:_ColumnProduct`, or postpones the gradient of the weight as `_SplitProduct`.
+    Saved for backward are this rank's slice of the input, the weight, and magnitudes of whole matrices. Backward
+    communicates as `linear.py:_ColumnProduct` does, or postpones the weight gradient as `_SplitProduct` does.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, how: Float8Linear, postpone: Postpone | None) -> Tensor:
         whole = how.whole(x)
         flat, of_matrix = whole.flatten(0, -2), how.recipe == "tensorwise"
-        # A row of a column layer's weight is whole on one rank; all else that ends in a sum over tp is cut.
+        # A row of a column layer's weight is whole on one rank. All other matrices of sums over tp are sharded.
         x_max, weight_max = how.magnitudes((flat, not how.enters), (weight, of_matrix or not how.enters))
         ctx.how, ctx.postpone = how, postpone
         is_trained = postpone is not None or weight.requires_grad
         known = (x_max, weight_max) if of_matrix else ()
         ctx.save_for_backward(x if is_trained else None, weight, *known)
         out = how.product((flat, x_max), (weight, weight_max))
-        # As torch's own linear: a sum over the ranks may overwrite the result, and autograd allows that of no view.
+        # As in torch's own linear: an all-reduce may overwrite the result, which autograd forbids for a view.
         return torch.ops.aten._unsafe_view(out, [*whole.shape[:-1], out.shape[1]])  # type: ignore[no-any-return]
 
     @staticmethod

@@ -1,10 +1,10 @@
-"""Parameters, gradients and optimizer state sharded over the data parallel ranks, by torch's `fully_shard`.
+"""Parameters, gradients and optimizer state sharded over the data parallel ranks by torch's `fully_shard` (FSDP2).
 
-A unit is a block, or adjacent small blocks, or the embedding, or the output projection. A unit's parameters are
-gathered before the unit runs and freed after it. The unit's gradients are reduced and scattered as soon as its backward
-pass is done, in every micro-batch. Other parameters outside the blocks form the last unit: the final norm, and a matrix
-that is both embedding and output projection. Under expert parallelism the experts of a block are a unit of their own,
-over the ranks that hold the same experts.
+A unit is the group of parameters that one all-gather collects. It is a block, several adjacent small blocks, the
+embedding, or the output projection. A unit's parameters are gathered before the unit runs and freed after it. A unit's
+gradients are reduce-scattered as soon as its backward pass is done, in every micro-batch. Other parameters outside the
+blocks form the last unit: the final norm, and a matrix that is both embedding and output projection. Under expert
+parallelism the experts of a block are a separate unit, sharded over the ranks that hold the same experts.
 
 Source: Zhao et al. 2023 (arXiv:2304.11277); torch.distributed.fsdp.fully_shard.
 """
@@ -40,17 +40,18 @@ from nxtrain.parallel.loss import VocabHead
 from nxtrain.parallel.precision import Precision
 
 Backward = Literal["before", "after", "none"]
-"""Time at which a backward pass prefetches units: before or after the gradients of the present unit, or not."""
+"""Time at which a backward pass prefetches FSDP units: before or after the current unit's gradients, or never."""
 
 
 @dataclass(frozen=True)
 class Prefetch:
-    """Prefetch of units: parameters are gathered ahead of their use.
+    """Prefetch of FSDP units: their parameters are gathered before they are needed.
 
     Args:
-        number: Units that are prefetched; 0: torch's choice, which is none forward and one backward.
+        number: Number of units that are prefetched; 0 for torch's default, which is none in forward and one in
+            backward.
         forward: Forward passes prefetch.
-        backward: Backward passes prefetch before or after the gradients of the present unit, or not at all.
+        backward: Backward passes prefetch before or after the gradients of the current unit, or not at all.
     """
 
     number: int = 1
@@ -60,12 +61,13 @@ class Prefetch:
     def apply(
         self, units: Sequence[Sequence[FSDPModule]], embedding: FSDPModule | None, head: FSDPModule | None
     ) -> None:
-        """Set the units that each unit prefetches.
+        """Register the FSDP units that each unit prefetches.
 
         Args:
-            units: First module of each unit of blocks, with its experts that are units of their own, in the order of
-                the forward pass. The experts are gathered with the unit.
-            embedding, head: Units before and after the blocks; None: their parameters belong to the unit of the model.
+            units: First module of each unit of blocks, followed by its experts that are units of their own, in forward
+                order. The experts are gathered with the unit.
+            embedding, head: Units before and after the blocks; None if their parameters belong to the unit of the
+                model.
         """
         following = [*units] if head is None else [*units, [head]]
         if self.forward and embedding is not None:
@@ -82,18 +84,21 @@ class Prefetch:
             for of_experts in experts:
                 of_experts.set_modules_to_backward_prefetch([of_experts])
             if self.backward == "before" and before:
-                # Without the unit's own experts: torch gathers the list again for the routing, the second output of a
-                # block, whose gradient comes after those of the experts.
+                # The unit's own experts are not listed, since torch would gather the list again for the routing, the
+                # second output of a block: its gradient comes after the experts' gradients.
                 unit.set_modules_to_backward_prefetch(before)
                 continue
             unit.set_modules_to_backward_prefetch([unit])  # with an empty list, torch would prefetch the unit before
             if self.backward == "after" and before:
-                # After the hook of FSDP, so that the gradient of the input it sees comes before the reduction.
+                # Registered after FSDP's hook, so that the gathers start before FSDP reduces the gradients.
                 cast(nn.Module, unit).register_forward_pre_hook(partial(_gather_ahead, before))
 
 
 def _gather_ahead(units: Sequence[FSDPModule], module: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Hook that prefetches units after the gradients of a module are computed, and before the gradients are reduced."""
+    """Forward pre-hook that prefetches FSDP units in backward, between a module's gradients and their reduction.
+
+    The prefetch starts when the gradient of the module's input is computed.
+    """
 
     def gather(grad: Tensor) -> None:
         for unit in units:
@@ -106,17 +111,18 @@ def _gather_ahead(units: Sequence[FSDPModule], module: nn.Module, inputs: tuple[
 
 @dataclass(frozen=True)
 class Sharding:
-    """Settings of the sharding of a model.
+    """Settings of `fully_shard` for a model.
 
     Args:
-        mesh: Ranks of the data parallel axis, (shard,) or (replica, shard).
+        mesh: Device mesh of the data parallel ranks, (shard,) or (replica, shard).
         keep_gathered: Parameters of blocks stay gathered from the forward pass to the backward pass.
         prefetch: Prefetch of units.
         offload: Shards are kept in host memory.
         precision: Types of storage, computation and reduction.
-        unit_params: Fewest parameters of a unit; adjacent blocks of a chunk with fewer share a unit.
+        unit_params: Fewest parameters of a unit; adjacent smaller blocks of a chunk share a unit.
         chunks: Number of blocks of each model chunk.
-        expert_mesh: Ranks that hold the same experts, in the form of `mesh`; None: all ranks hold all experts.
+        expert_mesh: Device mesh of the ranks that hold the same experts, shaped like `mesh`; None if all ranks hold all
+            experts.
     """
 
     mesh: DeviceMesh
@@ -129,7 +135,9 @@ class Sharding:
     expert_mesh: DeviceMesh | None = None
 
     def apply(self, model: nn.Module, fill: Callable[[nn.Module], None]) -> None:
-        """Allocate, fill and shard a model on the meta device, unit by unit, so that at most one unit is unsharded.
+        """Allocate, fill and shard a model that is on the meta device, one unit at a time.
+
+        At most one unit is unsharded at any time.
 
         Args:
             model: A `CausalLM` of a tensor parallel rank.
@@ -169,7 +177,7 @@ class Sharding:
         return units
 
     def _shard_experts(self, blocks: Sequence[nn.Module], fill: Callable[[nn.Module], None]) -> list[nn.Module]:
-        """Shard the experts of some blocks, each a unit of its own, and return them."""
+        """Shard the experts of some blocks, each experts module as a unit, and return the modules."""
         if self.expert_mesh is None:
             return []
         experts: list[nn.Module] = []
@@ -206,7 +214,10 @@ class Sharding:
 
 
 def embedding_and_head(model: nn.Module) -> tuple[VocabEmbedding | None, VocabHead | None]:
-    """Embedding and output projection of a model; None on a stage without the layer, and both None if tied."""
+    """Embedding and output projection of a model.
+
+    Each is None on a pipeline stage without the layer. Both are None if they share one matrix.
+    """
     embedding: VocabEmbedding | None = None
     head: VocabHead | None = None
     for module in model.modules():
@@ -265,9 +276,9 @@ class FullySharded(DataParallel):
         return grads
 
     def publish(self) -> None:
-        """Do nothing: the next forward pass gathers the shards."""
+        """Do nothing, because the next forward pass gathers the updated shards."""
 
 
 def _local_grad(parameter: DTensor) -> Tensor:  # a fault point: tests inject bad gradients here
-    assert parameter.grad is not None, "every parameter takes part in every step"
+    assert parameter.grad is not None, "a parameter has no gradient after the backward pass"
     return cast(DTensor, parameter.grad).to_local()

@@ -1,4 +1,4 @@
-"""Gradient of the whole batch, reduced from the gradients of all ranks, and its norm."""
+"""Gradient of the global batch, reduced from the gradients of all ranks, and its norm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nxtrain.parallel.data_parallel import DataParallel
 
 
 class Gradients:
-    """The gradients of the entries that a rank updates.
+    """Reduced gradients of the parameter entries that a rank updates, and the global gradient norm.
 
     Args:
         data_parallel: Averages gradients over the data parallel ranks.
@@ -35,36 +35,36 @@ class Gradients:
         self._layout = data_parallel.layout
         self.square_sum = SquareSum(self._layout, data_parallel.shards, put, kernels)
         self._tp_sums = _TensorParallelSums(self._layout, data_parallel.shards, comm, put)
-        # A device that rounds at random computes different gradients of a parameter that its ranks replicate.
+        # With stochastic rounding in hardware, ranks compute different gradients of a parameter that they replicate.
         self._tp_means = _TensorParallelMeans(self._layout, comm) if kernels.rounds else None
         self._tied = [name for name in self._layout if self._layout.table[name].is_tied]
 
     def reduce(self) -> dict[str, Tensor]:
-        """Average over data parallel ranks; sum partial gradients of tensor parallel ranks, and of tied copies."""
+        """Average gradients over data parallel ranks, and sum the partial gradients of tp ranks and of tied copies."""
         grads = self._data_parallel.reduce()
         self._tp_sums(grads)
         if self._tp_means is not None:
             self._tp_means(grads)
         pp = self._layout.mesh.pp
-        for name in self._tied:  # an embedding, and its copy on the last pipeline stage: both stay equal
+        for name in self._tied:  # embedding and its copy on the last pipeline stage, kept equal
             own = grads[name].float()
             grads[name] = own + self._comm.exchange(own, pp, 0 if pp.rank else pp.size - 1)
         return grads
 
     def norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """L2 norm over the whole model of tensors shaped like the shards: () float32, equal on all ranks."""
+        """L2 norm, over the whole model, of tensors shaped like the shards: () float32, equal on all ranks."""
         return self._comm.all_reduce(self.square_sum.of(tensors), self._layout.mesh.state).sqrt()
 
     def count(self, marks: Iterable[tuple[str, Tensor]]) -> Tensor:
-        """Number of ones over the whole model in 0/1 tensors shaped like the shards: () float32, equal on all ranks."""
+        """Number of ones, over the whole model, in 0/1 tensors shaped as the shards: () float32, equal on all ranks."""
         return self._comm.all_reduce(self.square_sum(marks), self._layout.mesh.state)
 
 
 class SquareSum:
     """Sum of squares over this rank's shards, weighted so that all ranks together count each entry of the model once.
 
-    Each row is summed first, then the rows' sums. On CPUs torch's norm of a whole matrix adds millions of small
-    squares to one large float32 sum, and loses 0.2% of a gradient of 32000 x 1024 (torch 2.9).
+    The entries of each row are summed first, then the sums of the rows. On CPUs torch's norm of a whole matrix adds
+    millions of small squares to one large float32 sum. Such a sum loses 0.2% of a gradient of 32000 x 1024 (torch 2.9).
 
     Args:
         layout: The entries that this rank holds.
@@ -101,12 +101,15 @@ class SquareSum:
 
     @torch.no_grad()
     def __call__(self, tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
-        """Weighted sum of squares, () float32, of all of this rank's shards, given in the layout's order."""
+        """Weighted sum of squares of this rank's shards, given as (name, tensor) in the layout's order: () float32."""
         return self._weighted(tensor for _, tensor in tensors)
 
     @torch.no_grad()
     def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The same of tensors that all exist at once, in one graph where the device has graphs."""
+        """Weighted sum of squares of this rank's shards, given all at once: () float32.
+
+        A device that compiles graphs computes the sum in one graph.
+        """
         return self._sum([tensors[name] for name in self._names])
 
     def _weighted(self, tensors: Iterable[Tensor]) -> Tensor:
@@ -130,7 +133,7 @@ class SquareSum:
 
 
 def _rows(tensor: Tensor, *, apart: bool) -> Tensor:
-    """(R, C) view: a vector is one row, or with `apart` a row for each entry."""
+    """View a tensor as a matrix (R, C): a vector is one row, or with `apart` one row for each entry."""
     if tensor.dim() > 1:
         return tensor.flatten(1)
     if apart:
@@ -139,11 +142,11 @@ def _rows(tensor: Tensor, *, apart: bool) -> Tensor:
 
 
 class _TensorParallelSums:
-    """Sum in float32 of the tensor parallel ranks' partial gradients.
+    """All-reduce in float32 of gradients that are partial on the tensor parallel ranks.
 
-    Gradients are partial where a parameter's spec says it, and for replicated K/V heads, each of which serves other
-    queries. A fused matrix is summed as a whole, and the sums of its other rows are dropped. Differences between
-    ranks are data on the device, so that all ranks run the same graph.
+    Gradients are partial in two cases: the parameter's `ShardSpec` declares it, or K/V heads are replicated and serve
+    other queries on each rank. A fused matrix is summed as a whole, and only the sums of its replicated rows are used.
+    Differences between ranks are data on the device, so that all ranks run the same graph.
     """
 
     def __init__(
@@ -166,11 +169,11 @@ class _TensorParallelSums:
                 shape = (-1, *[1] * (shards[name].dim() - 1))
                 copied = torch.tensor(layout.row_copies(name, shards[name].shape[0])) == count
                 self._rows.setdefault(count, {})[name] = put(copied.view(shape))
-        # Once, since an axis has all groups of the world, and a step should cost the same in any world.
+        # Built once: an axis lists all groups of the world, and the cost of a step must not grow with the world.
         self._axes = {count: self._tp.neighbours(count) for count in self._whole.keys() | self._rows.keys()}
 
     def __call__(self, grads: dict[str, Tensor]) -> None:
-        """Sum in place."""
+        """Sum the partial gradients over tp, in place."""
         for copies, axis in self._axes.items():
             whole, rows = self._whole.get(copies, []), self._rows.get(copies, {})
             tensors = [grads[name] for name in (*whole, *rows)]
@@ -183,9 +186,10 @@ class _TensorParallelSums:
 
 
 class _TensorParallelMeans:
-    """Average in float32 of replicated gradients that differ only by the hardware's random rounding.
+    """Average in float32 of replicated gradients that differ between tp ranks only by stochastic rounding in hardware.
 
-    These are the gradients of norm weights without sequence parallelism. With it, a sum makes them equal.
+    These are the gradients of norm weights without sequence parallelism. With sequence parallelism, a sum makes them
+    equal.
     """
 
     def __init__(self, layout: Layout, comm: Collectives) -> None:
@@ -194,7 +198,7 @@ class _TensorParallelMeans:
         self._names = [name for name, spec in specs if spec.dim is None and not spec.partial_gradient]
 
     def __call__(self, grads: dict[str, Tensor]) -> None:
-        """Average in place."""
+        """Average the gradients of replicated parameters over tp, in place."""
         if self._tp.size == 1 or not self._names:
             return
         tensors = [grads[name] for name in self._names]
@@ -203,7 +207,7 @@ class _TensorParallelMeans:
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
-    """Factor that scales gradients to a norm of at most `limit`: () float32; a limit of 0 means none.
+    """Factor that scales gradients to a norm of at most `limit`, () float32; 1 if `limit` is 0.
 
     Source: torch.nn.utils.clip_grad_norm_.
     """

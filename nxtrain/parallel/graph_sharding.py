@@ -1,10 +1,10 @@
-"""Parameters sharded over the data parallel ranks, and gathered inside of the compiled graph of a step.
+"""Parameters sharded over the data parallel ranks and gathered inside of the compiled graph of a step.
 
 A unit is a block, or a layer outside of the blocks. One all-gather makes the parameters of a unit whole before the unit
-runs, and one reduce-scatter divides their gradients. Both are operations of the graph, so that its compiler orders them
-around the computation. The backward pass gathers again, unless the units stay whole.
+runs, and one reduce-scatter divides their gradients. Both are operations of the graph, so the compiler can overlap them
+with the computation. The backward pass gathers the parameters again, unless `keep_gathered` is set.
 
-`fully_sharded` has the same shards and results. There hooks outside of the graphs gather the parameters.
+The module `fully_sharded` has the same shards and results. There, hooks outside of the graphs gather the parameters.
 
 Source: Zhang et al. 2024, SimpleFSDP (arXiv:2411.00284).
 """
@@ -32,10 +32,10 @@ from nxtrain.parallel.precision import Precision
 
 @dataclass(frozen=True)
 class UnitShards:
-    """Sharding of the parameters of one unit.
+    """Sharding of the parameters of one unit: a block, or a layer outside of the blocks.
 
     Args:
-        rows: Rows of each whole parameter.
+        rows: Number of rows of each whole parameter.
         axes: The ranks that share the parameters.
         comm: Collectives.
         precision: Types of computation and reduction.
@@ -48,7 +48,7 @@ class UnitShards:
 
 
 class _GatherUnit(torch.autograd.Function):
-    """Whole parameters of a unit, from the shards of all ranks; the gradients of trained ones are scattered."""
+    """Autograd function that all-gathers the parameters of an FSDP unit; backward reduce-scatters their gradients."""
 
     @staticmethod
     def forward(ctx: Any, how: UnitShards, *shards: Tensor) -> tuple[Tensor, ...]:
@@ -79,7 +79,7 @@ class _GatherUnit(torch.autograd.Function):
 
 
 class _Method(nn.Module):
-    """A method of a unit as a module, whose parameters can be replaced for a call."""
+    """Module that wraps a method of an FSDP unit, so that `functional_call` can replace parameters for one call."""
 
     def __init__(self, unit: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class _Method(nn.Module):
 
 @dataclass(frozen=True)
 class GraphSharding:
-    """Settings of the sharding of a model inside of its graph.
+    """Settings for sharding a model inside of its compiled graph.
 
     Args:
         axes: The ranks that share the parameters.
@@ -106,13 +106,15 @@ class GraphSharding:
     keep_gathered: bool
 
     def apply(self, model: nn.Module, fill: Callable[[nn.Module], None]) -> None:
-        """Allocate, fill and shard a model on the meta device, unit by unit, so that at most one unit is unsharded.
+        """Allocate, fill and shard a model that is on the meta device, one unit at a time.
+
+        At most one unit is unsharded at any time.
 
         Args:
             model: A `CausalLM` of a tensor parallel rank, changed in place; its parameters keep their names.
             fill: Gives storage and values to the parameters of a module that are still on the meta device.
         """
-        # torch warns of changes in place within recomputed parts, which gather parameters and nothing else.
+        # torch warns of in-place changes within recomputed parts, but these parts only gather parameters.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
         blocks = cast(CausalLM, model).blocks
         for block in blocks:
@@ -126,7 +128,12 @@ class GraphSharding:
                 self._shard(module, tied)
 
     def _shard(self, unit: nn.Module, shards: dict[nn.Parameter, nn.Parameter]) -> None:
-        """Replace the parameters of a unit by this rank's rows, known by the whole parameters if these are tied."""
+        """Replace the parameters of an FSDP unit by this rank's rows of them.
+
+        Args:
+            unit: Block or layer, changed in place.
+            shards: Shards by whole parameter, extended in place; units with a tied parameter share its shard.
+        """
         names: list[str] = []
         rows: list[int] = []
         axis = self.axes.shard
@@ -146,7 +153,7 @@ class GraphSharding:
     def _gathering(
         self, unit: nn.Module, function: Callable[..., Any], names: Sequence[str], how: UnitShards
     ) -> Callable[..., Any]:
-        """A method of a unit that gathers its parameters first."""
+        """Wrap a method of an FSDP unit so that it gathers the unit's parameters first."""
         replaceable = _Method(unit, function)
         inner_names = [f"unit.{name}" for name in names]
 
@@ -169,12 +176,12 @@ class GraphSharding:
 
 
 def _recomputed() -> Any:
-    """Contexts in which a compiler keeps no result of the forward pass for the backward pass."""
+    """Contexts of activation checkpointing in which the compiler must recompute every result for the backward pass."""
     return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)
 
 
 class GatheredInGraph(DataParallel):
-    """Data parallelism in which every rank updates its rows of each parameter, and graphs gather the rows.
+    """Data parallelism in which every rank updates its rows of each parameter, and compiled graphs gather the rows.
 
     Args:
         model: A model that `GraphSharding` has sharded.
@@ -193,7 +200,7 @@ class GatheredInGraph(DataParallel):
         self.shards = {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     def begin(self, *, last: bool) -> None:
-        """Do nothing: the graph of every micro-batch scatters its gradients."""
+        """Do nothing, because the graph of every micro-batch reduce-scatters its gradients."""
 
     def reduce(self) -> dict[str, Tensor]:
         grads = {name: take_grad(parameter) for name, parameter in self._parameters.items()}
@@ -202,4 +209,4 @@ class GatheredInGraph(DataParallel):
         return dict(zip(grads, sums.wait(), strict=True))
 
     def publish(self) -> None:
-        """Do nothing: the next forward pass gathers the shards."""
+        """Do nothing, because the next forward pass gathers the updated shards."""

@@ -1,7 +1,7 @@
 """Linear layers sharded over the tensor parallel ranks.
 
-A column layer holds rows of its weight (outputs), a row layer holds columns (inputs). A column layer followed by a row
-layer needs one communication before and one after.
+A column layer shards the rows of its weight (outputs), a row layer shards the columns (inputs). A column layer followed
+by a row layer needs one communication before and one after.
 
 Shapes: S sequence, B batch, I inputs, O outputs; S/tp under sequence parallelism, else S.
 """
@@ -22,14 +22,15 @@ Product: TypeAlias = Callable[[], Tensor]
 """Function that computes the gradient of a weight."""
 
 Postpone: TypeAlias = Callable[[Product], None]
-"""Function that stores a product postponed by a backward pass."""
+"""Function that stores a weight gradient's computation, which the backward pass has postponed."""
 
 
 class _ColumnProduct(torch.autograd.Function):
-    """x @ weight.T from an input that every rank needs whole.
+    """Autograd function of x @ weight.T for an input that every tp rank needs whole.
 
     Only this rank's slice of the input is saved. Backward gathers the input again while it computes the input's
-    gradient, and sums that gradient over the ranks while it computes the weight's. A frozen weight needs no input.
+    gradient. It sums the input's gradient over the ranks while it computes the weight's gradient. With a frozen weight
+    no input is saved.
     """
 
     @staticmethod
@@ -55,11 +56,11 @@ class _ColumnProduct(torch.autograd.Function):
 
 
 class _SplitProduct(torch.autograd.Function):
-    """x @ weight.T whose backward computes the gradient of the input, and postpones the gradient of the weight.
+    """Autograd function of x @ weight.T whose backward computes the input gradient and postpones the weight gradient.
 
-    The argument `weight` is detached from its parameter, whose gradient autograd would else take for complete when
-    backward returns. Of an input that every rank needs whole, only this rank's slice is saved, until the weight has its
-    gradient.
+    The argument `weight` must be detached from its parameter. Otherwise autograd would take the parameter's gradient
+    for complete when backward returns. If every rank needs the input whole, only this rank's slice is saved until the
+    weight gradient is computed.
     """
 
     @staticmethod
@@ -85,10 +86,10 @@ class _SplitProduct(torch.autograd.Function):
 
 
 class _Biased(torch.autograd.Function):
-    """x + bias, whose backward sums a matrix.
+    """Autograd function of x + bias, whose backward sums the gradient as a matrix over its rows.
 
-    Torch's own sums keep the dimensions, and return a view of the sum. On a lazy device whose graph ends after
-    backward, the graph would return both.
+    Torch's own backward keeps the dimensions in its sum, and returns a view of the sum. On a lazy device whose graph
+    ends after backward, the graph would return both tensors.
     """
 
     @staticmethod
@@ -107,19 +108,19 @@ def _weight_grad(grad: Tensor, x: Tensor, tp: TensorParallel, enters: bool) -> T
 
 
 def _outer(grad: Tensor, x: Tensor, tp: TensorParallel) -> Tensor:
-    """Gradient of a weight: (..., O), (..., I) to (O, I)."""
+    """Gradient of a weight from output gradient and input: (..., O), (..., I) to (O, I)."""
     return tp.kernels.matmul(grad.flatten(0, -2).t(), x.flatten(0, -2))
 
 
 class SplitBackward(nn.Module):
-    """A layer whose weight gradient may be computed later than the gradient of its input.
+    """Linear layer whose weight gradient may be computed later than the gradient of its input.
 
     Attributes:
         weight: Parameter of the layer.
-        postpone: Stores the product that computes the gradient; None: the backward pass computes it.
-        float8: Product in float8 of the input, as it enters the layer, with the weight; None: no product is in float8.
-        restored: Product of an input that needs no gathering with a frozen weight of another form; None: `weight` is
-            the weight.
+        postpone: Stores the computation of the weight gradient; None if the backward pass computes it.
+        float8: Float8 product of the input, before any gather, with the weight; None for no float8.
+        restored: Product of an already gathered input with a frozen weight in another form; None if `weight` is the
+            weight.
         tp: Tensor parallel context of the layer.
         is_uniform: The layer computes the same function at every position.
     """
@@ -133,14 +134,14 @@ class SplitBackward(nn.Module):
 
 
 class ColumnLinear(SplitBackward):
-    """Linear layer whose outputs are sharded over tp; fused when it has several segments.
+    """Linear layer whose outputs are sharded over tp; several segments are fused in one weight.
 
     Args:
         in_features: I.
-        segments: Stacked output matrices; each is sharded on its own, so that a rank holds a slice of every one.
+        segments: Stacked output matrices; each is sharded separately, so that a rank holds a slice of every matrix.
         init: Initial values of the weight.
         tp: Tensor parallel context of the layer.
-        bias: The layer has a bias, sharded like the rows of the weight; backward never postpones its gradient.
+        bias: The layer has a bias, sharded like the rows of the weight; the bias gradient is never postponed.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class ColumnLinear(SplitBackward):
         self.tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
-        """(S/tp, B, I) to (S, B, O/tp), the segments one after the other, `split_sizes` wide."""
+        """Apply the layer: (S/tp, B, I) to (S, B, O/tp), with the segments side by side, `split_sizes` wide."""
         tp = self.tp
         out: Tensor
         if self.float8 is not None:
@@ -176,11 +177,11 @@ class ColumnLinear(SplitBackward):
         return out
 
     def enter(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Activations of the whole sequence that `product` takes beside the input, (S, B, ...) each; none here."""
+        """Activations that `product` takes beside the input, (S, B, ...) each; empty for this layer."""
         return ()
 
     def product(self, x: Tensor, *entered: Tensor) -> Tensor:
-        """Part of `forward` without communication, at any positions: (T, B, I) to (T, B, O/tp)."""
+        """Part of `forward` without communication, for any T positions: (T, B, I) to (T, B, O/tp)."""
         out = _local_product(self, x)
         if self.bias is not None:
             out = _Biased.apply(out, self.bias)
@@ -214,7 +215,7 @@ class RowLinear(SplitBackward):
         self.tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
-        """(S, B, I/tp) to (S/tp, B, O)."""
+        """Apply the layer: (S, B, I/tp) to (S/tp, B, O)."""
         tp = self.tp
         out: Tensor
         if self.float8 is not None:
@@ -228,11 +229,11 @@ class RowLinear(SplitBackward):
         return self.exit(out)
 
     def product(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Part of `forward` without communication, at any positions: (T, B, I/tp) to the arguments of `exit`."""
+        """Part of `forward` without communication, for any T positions: (T, B, I/tp) to the arguments of `exit`."""
         return (_local_product(self, x),)
 
     def exit(self, out: Tensor, *others: Tensor) -> Tensor:
-        """Sum of the parts of all ranks: (S, B, O), overwritten, to (S/tp, B, O)."""
+        """Sum the partial outputs of all tp ranks and add the bias: (S, B, O), overwritten, to (S/tp, B, O)."""
         out = self.tp.exit(out)
         if self.bias is not None:
             out = _Biased.apply(out, self.bias)

@@ -1,6 +1,6 @@
-"""Fused output projection and cross entropy, over a vocabulary sharded over the tensor parallel ranks.
+"""Fused output projection and cross entropy, with the vocabulary sharded over the tensor parallel ranks.
 
-Shapes: T tokens (sequence x batch, flattened), D hidden, V vocabulary rows of this rank.
+Shapes: T tokens (sequence x batch, flattened), D hidden size, V vocabulary rows of this rank.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from nxtrain.common.vocab import VocabColumns
 from nxtrain.parallel.regions import TensorParallel
 
 LOGIT_BYTES = 4
-"""Bytes of a logit in cross entropy, which computes in float32."""
+"""Bytes of a logit in cross entropy, which is computed in float32."""
 
 
 class VocabHead(nn.Module):
-    """Output projection: `logits` for generation, `loss` for training.
+    """Output projection with methods `logits` for generation and `loss` for training.
 
     The loss is a sum over tokens, or with `token_losses` the cross entropy of each token.
 
     Attributes:
-        scale: Factor of the gradients of the loss, () float32; None: 1.
-        z_loss: Factor of the squared log of the softmax's denominator, whose gradient backward passes add; 0: none.
-        z_sum: (1,) float32, to which training passes add these terms.
+        scale: Function that returns the factor of the loss's gradients, () float32; None for a factor of 1.
+        z_loss: Factor of the z-loss, the squared log of the softmax's denominator; 0 for none. Backward adds its
+            gradient.
+        z_sum: (1,) float32, to which training passes add the z-loss terms.
 
     Args:
         vocab_size: Unpadded vocabulary; padded rows of the last rank get probability zero.
@@ -72,7 +73,7 @@ class VocabHead(nn.Module):
             self.register_buffer("padding", torch.empty(self._piece.local_length), persistent=False)
 
     def host_buffers(self) -> dict[str, Tensor]:
-        """Values of the buffers, computed on the host."""
+        """Values of the layer's buffers, computed on the host, by buffer name."""
         piece = self._piece
         buffers = {"first": torch.tensor([piece.start, piece.local_length])}
         if self.padding is not None:
@@ -82,11 +83,13 @@ class VocabHead(nn.Module):
         return buffers
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Sum over the tokens of -log p(target), or each of them; the sum's gradient includes that of `z_loss`.
+        """Cross entropy -log p(target): the sum over tokens, or with `token_losses` the loss of each token.
+
+        The gradient of the sum includes the gradient of `z_loss`.
 
         Args:
-            hidden: (S/tp, B, D).
-            targets: (S, B) integers; `IGNORE_INDEX` does not count, and has a loss of 0. Or (S, B, 2R), with a teacher.
+            hidden: (S/tp, B, D) hidden states.
+            targets: (S, B) integers; a target of `IGNORE_INDEX` has a loss of 0. With a teacher, (S, B, 2R).
 
         Returns:
             () float32, or with `token_losses` (S, B) float32, equal on all tp ranks.
@@ -119,7 +122,7 @@ class VocabHead(nn.Module):
         return loss
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(S/tp, B, D) to (S, B, vocab_size) float32, whole on every rank; not differentiable."""
+        """Logits of hidden states, without gradient: (S/tp, B, D) to (S, B, vocab_size) float32, equal on all ranks."""
         with torch.no_grad():
             whole = self._tp.enter(hidden)
             local = self._tp.kernels.linear(whole, self.weight).float().movedim(-1, 0).contiguous()
@@ -130,10 +133,11 @@ _Chunk = Callable[..., tuple[Tensor, "Tensor | None", "Tensor | None"]]
 
 
 def _chunk_of(kernels: Kernels, *, token_losses: bool = False) -> _Chunk:
-    """Function for the loss of some tokens, and the gradients of their hidden states and of the weight, or None.
+    """Build the function that computes loss and gradients of one chunk of tokens.
 
-    A `scale` multiplies the gradients: () of all tokens, or (T, 1) of each. With `adds_later`, the gradient of the
-    logits stands for that of the weight, so that their product can be added to a sum.
+    The function returns the loss, the gradient of the hidden states and the gradient of the weight; gradients may be
+    None. A `scale` multiplies the gradients: () for all tokens, or (T, 1) for each token. With `adds_later`, the third
+    result is the gradient of the logits instead, so that its product can be added to a sum.
     """
 
     # 9 arguments: the tokens, the weight, and the kind of loss and of gradients
@@ -149,7 +153,7 @@ def _chunk_of(kernels: Kernels, *, token_losses: bool = False) -> _Chunk:
         z_loss: float = 0.0,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         logits = kernels.linear(hidden, weight)
-        # A scale lifts probabilities above the least number of the narrow type, so they must not be rounded before.
+        # The scale lifts small probabilities into the range of fp16, so they must not be rounded before.
         scaled = logits if scale is None else logits.float()
         losses, logits_grad = kernels.cross_entropy(scaled, targets, columns, needs_grad=needs_grad, z_loss=z_loss)
         loss = losses
@@ -168,10 +172,10 @@ def _chunk_of(kernels: Kernels, *, token_losses: bool = False) -> _Chunk:
 
 
 class _VocabCrossEntropy(torch.autograd.Function):
-    """Cross entropy from hidden states, chunk by chunk, so that the full logits never exist.
+    """Cross entropy of hidden states, computed chunk by chunk, so that the full logits never exist.
 
-    The gradients of a sum follow from the logits up to one factor. So forward computes them chunk by chunk, and
-    backward only scales them.
+    The gradients of a sum of losses follow from the logits up to one factor. So forward computes the gradients chunk by
+    chunk, and backward only scales them.
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053) section 3 for the parallel form; Hsu et al. 2024 (arXiv:2410.10989)
     for gradients in the forward pass.
@@ -214,7 +218,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        if grad.dim():  # both sums have one gradient, which the first one's factor scales
+        if grad.dim():  # the saved gradients include the z-loss, so the factor of the first sum scales them
             grad = grad[0]
         if weight_grad is not None:
             weight_grad.mul_(grad.to(weight_grad.dtype))
@@ -222,12 +226,12 @@ class _VocabCrossEntropy(torch.autograd.Function):
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
-    """Cross entropy of each token, chunk by chunk; tokens are weighed by the gradients that come back.
+    """Cross entropy of each token, computed chunk by chunk; the incoming gradients weigh the tokens in backward.
 
-    The weights follow from the losses of whole answers, after forward. Beside a frozen matrix, forward computes the
-    gradients of the hidden states already, and backward weighs their rows: there is no further product. A trained
-    matrix needs the weights inside of a sum over tokens. Backward then computes the logits again: one product of four,
-    instead of logits that are kept.
+    The tokens' weights depend on the losses of whole answers, so they are known only after forward. If the output
+    projection is frozen, forward computes the gradients of the hidden states, and backward multiplies their rows by the
+    weights. A trained projection needs the weights inside of a sum over tokens. Backward then computes the logits
+    again: one product of four, instead of keeping the logits.
     """
 
     @staticmethod
@@ -280,13 +284,15 @@ class _TokenCrossEntropy(torch.autograd.Function):
 
 
 def _add_part(total: Tensor | None, part: Tensor, hidden: Tensor, kernels: Kernels | None) -> Tensor:
-    """Sum of the weight's gradients over chunks; several are summed in float32, so that their number hardly matters.
+    """Add a chunk's gradient of the output projection to the sum over earlier chunks.
+
+    Several chunks are summed in float32, so that their number hardly affects the result.
 
     Args:
-        total: Sum of the chunks before; None: this chunk is the first.
+        total: Sum over the chunks before; None for the first chunk.
         part: Gradient of the weight, or of the logits for kernels that add products.
         hidden: Hidden states of the chunk.
-        kernels: Kernels that add products; None: `part` is a product.
+        kernels: Kernels that add a product to a sum; None if `part` is the gradient of the weight.
     """
     if kernels is not None:
         if total is None:

@@ -1,4 +1,4 @@
-"""Layer set on plain collectives, for CPU, CUDA and PyTorch/XLA."""
+"""Layer set of nxtrain's own sharded layers on plain collectives, for CPU, CUDA and PyTorch/XLA."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from nxtrain.parallel.regions import TensorParallel
 
 
 class NativeLayers(LayerSet):
-    """Megatron-style layers.
+    """Megatron-style sharded layers: column and row linear layers, embedding, experts and output projection.
 
     Args:
         parallel: Tensor parallel context of the layers.
         loss_chunk_bytes: Most bytes of float32 logits that exist at once.
-        token_losses: The head returns each token's loss in place of the sum.
-        expert_parallel: Ranks that divide the experts; None: each rank has all experts.
+        token_losses: The output projection returns each token's loss in place of the sum.
+        expert_parallel: Ranks that divide the experts; None if each rank has all experts.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Gradient noise scale: the batch size above which more sequences per step gain little.
 
-The gradient of each data parallel rank is that of a small batch, and their mean that of the global batch. Both norms
-together estimate the norm of the true gradient and the variance of a token's gradient, without a further pass.
+Each data parallel rank's gradient is the gradient of a small batch, and the mean over ranks is the gradient of the
+global batch. The two norms together estimate the norm of the true gradient and the variance of a token's gradient. No
+further forward or backward pass is needed.
 
 Source: McCandlish et al. 2018 (arXiv:1812.06162), appendix A.1.
 """
@@ -19,13 +20,14 @@ from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import Layout, ShardSpec
 
 DECAY = 0.98
-"""Decay of the running means; both estimates are noisy in a single step."""
+"""Decay of the running means of the noise scale's two estimates, which are noisy in a single step."""
 
 
 class NoiseScale:
-    """Running means of the squared gradient norm and of the variance, on the device.
+    """Estimate of the gradient noise scale, from running means of the squared gradient norm and the gradient variance.
 
-    Parameters whose gradients a rank holds in part, before sums over tp or pp, are left out of both norms.
+    The running means are on the device. Both norms exclude parameters whose gradients are partial on a rank before sums
+    over tp or pp.
 
     Args:
         layout: The entries that this rank updates.
@@ -44,19 +46,19 @@ class NoiseScale:
         self._seq_len = seq_len
         self._world, self._dp = mesh.over("pp", "dp", "tp"), mesh.dp
         self._copies = mesh.dp.size // mesh.shard.size
-        # Tensors, not numbers: every rank must record the same graph. An uploaded scalar could be a number in it.
+        # Tensors, not numbers: every rank must record the same graph. A scalar could be a constant of the graph.
         self._weights = {name: put(torch.tensor([_weight(layout.table[name], mesh.tp)])) for name in layout}
         self._local = put(torch.zeros(1))
         self.means = put(torch.zeros(2))
 
     @torch.no_grad()
     def note(self, names: Sequence[str], grads: Sequence[Tensor]) -> None:
-        """Add the squares of gradients of this rank alone, before their average over dp."""
+        """Add the squared norm of this rank's gradients, before the gradients are averaged over dp."""
         self._local.add_(self._squares(dict(zip(names, grads, strict=True))))
 
     @torch.no_grad()
     def add(self, grads: Mapping[str, Tensor], per_token: Tensor, num_positions: Tensor, skip: Tensor) -> None:
-        """Add a step to the running means.
+        """Update the running means with the gradients of a step.
 
         Args:
             grads: Averages over dp of the gradients, as this rank's shards.
@@ -74,7 +76,7 @@ class NoiseScale:
         self.means.copy_(torch.where(skip, self.means, means))
 
     def value(self) -> Tensor:
-        """Noise scale in sequences: () float32."""
+        """Gradient noise scale in sequences: () float32."""
         return self.means[0] / self.means[1] / self._seq_len
 
     def _squares(self, grads: Mapping[str, Tensor]) -> Tensor:
@@ -86,7 +88,7 @@ class NoiseScale:
 
 
 def _weight(spec: ShardSpec, tp: Axis) -> float:
-    """Weight of a parameter's squares, with which all tp ranks together count each entry once; 0 leaves it out."""
+    """Weight of a parameter's squares in the gradient norm: 1 / (its copies over tp), or 0 to exclude the parameter."""
     copies = {piece.copies for piece in spec.pieces(tp)}
     if spec.is_tied or (tp.size > 1 and spec.partial_gradient):
         return 0.0

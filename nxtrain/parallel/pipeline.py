@@ -1,12 +1,12 @@
-"""Pipeline stage of one rank: runs a schedule of forwards, backwards and transfers between its neighbours.
+"""Pipeline stage of one rank: runs a schedule of forwards, backwards, and transfers between neighbouring stages.
 
-The autograd graph of a part ends at the part's borders. A received tensor is a leaf, whose gradient is sent back. A
-sent tensor ends the graph, whose backward pass begins with the gradient that is received for it.
+The autograd graph of a chunk ends at the chunk's borders. A received tensor is a leaf of the graph, and its gradient is
+sent back. A sent tensor ends the graph, and its backward pass begins with the gradient that is received for the tensor.
 
 Reasons against `torch.distributed.pipelining`: its stages use process groups, which PyTorch/XLA lacks. It orders
 transfers for buffered sends, but on XLA a transfer is a collective of two ranks. Its interleaved schedule needs
-micro-batches that divide into rounds. It scales gradients by the number of micro-batches, where ours are sums over
-tokens. It leaves tied embeddings to its caller.
+micro-batches that divide into rounds. It scales gradients by the number of micro-batches, while losses here are sums
+over tokens. It leaves tied embeddings to its caller.
 
 Reasons against `NxDPPModel`, even with its manual partition, which needs no tracing: it has no virtual stages, and it
 renames parameters. It counts a tied matrix once per stage in the gradient norm. It weighs all micro-batches alike,
@@ -16,7 +16,7 @@ order of computation.
 Source: Narayanan et al. 2021 (arXiv:2104.04473); src/neuronx_distributed/pipeline/{model,manual_pipe_stage,comm}.py in
 https://github.com/aws-neuron/neuronx-distributed at v0.18.
 
-Shapes: S sequence, B batch, D hidden.
+Shapes: S sequence, B batch, D hidden size.
 """
 
 from __future__ import annotations
@@ -39,31 +39,35 @@ from nxtrain.parallel.schedule import Action, Order, Schedule, evaluation_schedu
 from nxtrain.parallel.weight_grads import Postponed, WeightGradients, compute
 
 MicroBatches = Sequence[tuple[Any, ...]]
-"""Tokens, targets, and with masks between documents their starts, (B, S) each.
+"""Micro-batches of a rank: tokens, targets, and optionally the document starts for attention masks, (B, S) each.
 
-Only the first stage reads tokens, and only the last reads targets. Every stage has the starts from its own loader.
+Only the first stage reads tokens, and only the last reads targets. Every stage gets the document starts from its own
+data loader.
 """
 
 OnLoss = Callable[[Tensor, Tensor], Tensor]
-"""Function called with the model's loss and the targets of each micro-batch, in order, on the last stage.
+"""Callback for the model's loss and the targets of each micro-batch, called in order on the last stage.
 
-The function returns the () loss with which backward begins.
+The callback returns the () loss with which backward begins.
 """
 
 
 class StageError(RuntimeError):
-    """Failure of a pipeline stage; `__cause__` is the original error."""
+    """Failure of a pipeline stage; `__cause__` is the original exception."""
 
 
 @dataclass
 class _Exit:
-    """End of a part's graph, with the gradients received for the sent tensors."""
+    """Holder of the gradients received for a chunk's sent tensors, where the chunk's autograd graph ends."""
 
     grads: Sequence[Tensor] = ()
 
 
 class _Leave(torch.autograd.Function):
-    """A scalar in place of a sent state, so that the graph does not keep the state alive."""
+    """Autograd function that replaces a sent state by a scalar, so that the graph does not keep the state alive.
+
+    The backward pass continues with the gradients that the next stage has sent back.
+    """
 
     @staticmethod
     def forward(ctx: Any, exit_: _Exit, *state: Tensor) -> Tensor:
@@ -77,10 +81,10 @@ class _Leave(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Passage:
-    """State of a micro-batch in a part, from its forward pass to its backward pass.
+    """Autograd state of a micro-batch in a chunk, kept from its forward pass to its backward pass.
 
     Args:
-        entered: The received leaves; none in the first part.
+        entered: The received tensors, leaves of the graph; none in the first stage.
         end: Tensor with which backward begins.
         exit_: Holder of the gradients of the sent tensors.
     """
@@ -91,21 +95,21 @@ class _Passage:
 
 
 Item = tuple[str, int, int]
-"""Key of a state (`forward`) or its gradient (`backward`), with chunk and micro-batch of this rank's part."""
+"""Key of a transferred tensor: `forward` for a hidden state or `backward` for its gradient, chunk, and micro-batch."""
 
 State = Sequence[Tensor]
-"""Hidden state between two parts, (S/tp, B, D), and in a model with experts the routing of the blocks before."""
+"""Tensors that one stage sends to the next: hidden state, (S/tp, B, D), and with experts the router data so far."""
 
 
 @dataclass(frozen=True)
 class _Underway:
-    """Open state of a pass over a batch.
+    """Transfers and micro-batches in progress during a pass over a batch.
 
     Attributes:
-        received: Receives that were started and not yet used.
-        passages: Forward passes without their backward pass, by chunk and micro-batch.
+        received: Receives that were started and whose tensors are not yet used.
+        passages: Forward passes still without their backward pass, by chunk and micro-batch.
         postponed: Weight gradients not yet computed, by chunk and micro-batch.
-        to_send: Computed states and gradients whose send is not yet started.
+        to_send: Computed states and gradients that are not yet being sent.
         sent: Last send of each direction, kept until it is complete.
     """
 
@@ -117,16 +121,16 @@ class _Underway:
 
 
 class Pipeline:
-    """Pipeline stage that runs micro-batches through the parts of one rank.
+    """Pipeline stage that runs micro-batches through the chunks of one rank.
 
     Args:
-        model: Model built of this rank's parts.
-        parts: The parts, by chunk.
+        model: Model built of this rank's blocks.
+        parts: Part of the model in each chunk.
         mesh: Mesh of the run.
         comm: Collectives.
         boundary: Step boundary of the device: runs the recorded graph.
-        blanks: Tensors of the shapes and types of a state; their values are not used.
-        weight_grads: Postponed weight gradients of the layers, for the ZB-H1 schedule; None: 1F1B.
+        blanks: Tensors with the shapes and types of a transferred state; their values are not used.
+        weight_grads: Postponed weight gradients of the layers, for the ZB-H1 schedule; None for 1F1B.
 
     Attributes:
         watch: Context entered for each action, after its wait; for measurements and tracing.
@@ -156,7 +160,7 @@ class Pipeline:
         Args:
             batch: The micro-batches.
             begin_backward: Called before each backward action; its argument is True for the last micro-batch.
-            found: Called with the losses.
+            on_loss: Called with the loss and targets of each micro-batch, on the last stage.
         """
         order: Order = "zero_bubble" if self._weight_grads else "1f1b"
         actions = schedule(self._pp.size, len(self._parts), len(batch), order)
@@ -164,7 +168,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatches, on_loss: OnLoss) -> None:
-        """Run forward of this rank's share of a global batch; arguments as in `train`."""
+        """Run only the forward of this rank's share of a global batch; arguments as in `train`."""
         actions = evaluation_schedule(self._pp.size, len(self._parts), len(batch))
         self._carry_out(actions, batch, lambda last: None, on_loss)
 
@@ -199,7 +203,7 @@ class Pipeline:
             _complete(direction, underway)
 
     def _await(self, action: Action, underway: _Underway) -> State:
-        """Input of a computation from another stage; empty if the computation needs none."""
+        """Wait for the tensors that a computation receives from another stage; empty if the computation needs none."""
         part = self._parts[action.chunk]
         starts = {"forward": part.first, "backward": part.last}  # without input from another stage
         if starts.get(action.kind, True):
@@ -227,7 +231,7 @@ class Pipeline:
         else:
             underway.to_send["forward", chunk, micro] = [tensor.data for tensor in out]
             end = _Leave.apply(exit_, *out)
-        del out  # keeps only the graph of a part that is not the last
+        del out  # frees the sent state; `end` keeps the graph
         if torch.is_grad_enabled():
             underway.passages[chunk, micro] = _Passage(entered, end, exit_)
         self._boundary()
@@ -242,7 +246,7 @@ class Pipeline:
         if passage.entered:
             # Without losses of the routers, nothing depends on the routing.
             grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in passage.entered]
-            assert passage.entered[0].grad is not None, "every part depends on what enters it"
+            assert passage.entered[0].grad is not None, "the output of a chunk does not depend on its input"
             underway.to_send["backward", chunk, micro] = grads
         self._boundary()
 
@@ -267,12 +271,12 @@ class Pipeline:
         ]
 
     def _peer(self, action: Action) -> int:
-        """Position of the other rank of a transfer."""
+        """Pipeline rank at the other end of a transfer."""
         return action.other_end(self._pp.rank, self._pp.size)[0]
 
 
 def _complete(direction: str, underway: _Underway) -> None:
-    """Wait for the last send of a direction, if any."""
+    """Wait for the last send of a direction (`forward` or `backward`), if one is in progress."""
     for pending in underway.sent.pop(direction, ()):
         pending.wait()
 

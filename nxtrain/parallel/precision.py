@@ -1,4 +1,4 @@
-"""Number types of all tensors in a step, derived from `[precision]` in this one place."""
+"""Number types of all tensors in a training step, derived from `[precision]` of the configuration."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Precision:
-    """Types of one run.
+    """Number types (dtypes) of the tensors of a run.
 
     Args:
-        params: Parameters and activations, and parameters in checkpoints.
-        accumulate: Sums of gradients over micro-batches.
-        reduce: Sums of gradients over data parallel ranks.
-        update: Rule that turns the float32 result of an update into a parameter.
-        state: Running means of the optimizer.
+        params: Type of parameters and activations, and of parameters in checkpoints.
+        accumulate: Type in which gradients are summed over micro-batches.
+        reduce: Type in which gradients are summed over data parallel ranks.
+        update: Update rule that rounds the float32 result of an optimizer update to a parameter.
+        state: Type of the optimizer's running means.
     """
 
     params: torch.dtype
@@ -34,7 +34,7 @@ class Precision:
 
     @staticmethod
     def of(config: PrecisionConfig) -> Precision:
-        """Types of a checked configuration."""
+        """Number types from a validated `[precision]` configuration."""
         return Precision(
             params=DTYPES[config.params],
             accumulate=DTYPES[config.accumulate],
@@ -45,12 +45,12 @@ class Precision:
 
     @property
     def sharded_params(self) -> torch.dtype:
-        """Type in which `fully_shard` stores parameters, which it also gives to reduced gradients."""
+        """Type in which `fully_shard` stores parameters; `fully_shard` casts reduced gradients to the same type."""
         if self.params == torch.float32:
             return self.params
         return self.reduce
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Torch's name of a type, such as `bfloat16`."""
+    """Name of a torch type without its prefix, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")

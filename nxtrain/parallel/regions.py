@@ -1,7 +1,7 @@
-"""Differentiable collectives: each forward communication is paired with that of its gradient.
+"""Differentiable collectives of tensor parallelism: each forward communication is paired with one for its gradient.
 
 Under tensor parallelism an activation is either whole on every rank, or, with sequence parallelism, sharded along
-dimension 0 (the sequence). These functions convert between the two forms.
+dimension 0 (the sequence). The functions of this module convert between the two forms.
 
 Source: Shoeybi et al. 2019 (arXiv:1909.08053) section 3; Korthikanti et al. 2022 (arXiv:2205.05198) section 4.2.
 """
@@ -50,7 +50,7 @@ class _ReduceGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # A copy: the sum works in place, and autograd may give the same gradient to others.
+        # A copy, since the all-reduce works in place, and autograd may pass the same gradient to other functions.
         own = grad.clone(memory_format=torch.contiguous_format)
         return ctx.comm.all_reduce(own, ctx.axis), None, None
 
@@ -80,10 +80,12 @@ class _AllToAll(torch.autograd.Function):
 
 
 def all_to_all(x: Tensor, comm: Collectives, axis: Axis, rows: RowCounts | None = None) -> Tensor:
-    """Exchange blocks of rows between all ranks of an axis; the gradients of the blocks go the way back.
+    """Exchange blocks of rows between all ranks of an axis; backward exchanges the gradients in reverse.
 
     Args:
         x, rows: As for `Collectives.all_to_all`.
+        comm: Collectives.
+        axis: Axis whose ranks exchange rows.
     """
     if axis.size == 1:
         return x
@@ -91,10 +93,12 @@ def all_to_all(x: Tensor, comm: Collectives, axis: Axis, rows: RowCounts | None 
 
 
 def sum_over(x: Tensor, comm: Collectives, axis: Axis) -> Tensor:
-    """Sum over the ranks of an axis, equal on all ranks; each rank's summand has the gradient of the sum.
+    """All-reduce that sums a tensor over the ranks of an axis; backward passes the sum's gradient to every rank.
 
     Args:
         x: Summand of this rank; overwritten.
+        comm: Collectives.
+        axis: Axis to sum over.
     """
     if axis.size == 1:
         return x
@@ -103,7 +107,7 @@ def sum_over(x: Tensor, comm: Collectives, axis: Axis) -> Tensor:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Tensor parallel context with which every sharded layer is built.
+    """Tensor parallel context that every sharded layer gets: axis, collectives, kernels and settings.
 
     Args:
         axis: Tensor parallel axis.
@@ -120,13 +124,13 @@ class TensorParallel:
     sequence_parallel: bool = False
 
     def enter(self, x: Tensor) -> Tensor:
-        """Gather an activation for a layer in which each rank computes its own share from the whole activation.
+        """Gather the input of a layer in which each rank computes its shard of the output from the whole input.
 
         Args:
             x: (S / tp, B, D) under sequence parallelism, else (S, B, D), equal on all ranks.
 
         Returns:
-            (S, B, D), equal on all ranks; its gradient may differ by rank and is summed on the way back.
+            (S, B, D), equal on all ranks. Its gradient may differ by rank and is summed over tp in backward.
         """
         if self.axis.size == 1:
             return x
@@ -134,13 +138,17 @@ class TensorParallel:
         return function.apply(x, self.comm, self.axis)  # type: ignore[no-any-return]
 
     def whole(self, x: Tensor) -> Tensor:
-        """Gather an activation inside of an autograd function: (S / tp, B, D) under sequence parallelism; else `x`."""
+        """All-gather an activation inside of an autograd function, without a backward pass of its own.
+
+        Args:
+            x: (S / tp, B, D) under sequence parallelism; otherwise returned unchanged.
+        """
         if self.sequence_parallel:
             return self.comm.all_gather(x.contiguous(), self.axis)
         return x
 
     def exit(self, x: Tensor) -> Tensor:
-        """Sum the partial results of all ranks.
+        """Sum the partial outputs of a layer over all tensor parallel ranks.
 
         Args:
             x: (S, B, D), a partial sum; overwritten.

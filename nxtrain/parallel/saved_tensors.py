@@ -1,8 +1,8 @@
-"""Tensors that autograd saves from a forward pass whose graph ends before its backward pass begins.
+"""Tensors saved for backward when a compiled graph ends between the forward and the backward pass.
 
-On a lazy device, tensors saved at the end of a graph are results of the graph, each with memory of its own. A view and
-its base are two tensors, and a transposed matrix is a copy. So this module saves parameters and inputs themselves, and
-copies of computed tensors and views, which do not keep their bases alive.
+On a lazy device, tensors saved at the end of a graph are outputs of the graph, each with its own memory. A view and its
+base are two tensors, and a transposed matrix is a copy. So this module saves parameters and inputs themselves, and
+copies of computed tensors and views. The copies do not keep their bases alive.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 
 @contextmanager
 def save_copies_of_views() -> Iterator[None]:
-    """Save no views for backward in this context: copies of computed tensors and views, other tensors themselves."""
+    """Within this context, autograd saves copies of computed tensors and views, and all other tensors themselves."""
     # By id: the saved tensor, kept alive so that its id stays unique, and the form in which it is saved.
     kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def pack(x: Tensor) -> Tensor:
         if id(x) not in kept:
-            # A computed tensor may be a view unnoticed: for torch-xla every matrix product of more than two dimensions
-            # ends in one. A copy costs nothing, since the original is freed when the graph ends. `detach` instead of
+            # A computed tensor may be a hidden view: torch-xla ends every matrix product of more than two dimensions
+            # with a view. A copy costs nothing, since the original is freed when the graph ends. `detach` instead of
             # `data` would make a view again.
             saved = x
             if not x.is_leaf or x._is_view():

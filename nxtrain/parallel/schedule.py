@@ -1,20 +1,21 @@
-"""Schedules of pipeline parallelism, with computations and transfers, as pure functions.
+"""Schedules of pipeline parallelism: the order of computations and transfers on each rank, as pure functions.
 
-A model is split into `pp_size * virtual_pp` virtual stages. Rank r holds `virtual_pp` chunks; chunk c of rank r is
-virtual stage `c * pp_size + r`. Its output goes to the next stage on the next rank, and from the last rank back to the
-first.
+A model is split into `pp_size * virtual_pp` virtual stages. Each rank holds `virtual_pp` chunks; chunk c of rank r is
+virtual stage `c * pp_size + r`. The output of a virtual stage goes to the next stage on the next rank, and from the
+last rank back to the first.
 
-Ranks compute in the order of 1F1B, or with several chunks of interleaved 1F1B. A transfer may block both ends: on XLA
-it is a collective of two ranks, on NCCL a kernel in the order of a stream. So the places of transfers between the
+Ranks compute in the order of 1F1B, or of interleaved 1F1B with several chunks. A transfer may block both ends: on XLA
+it is a collective of two ranks, on NCCL a kernel in the order of a stream. So the positions of transfers between the
 computations decide whether the ranks can deadlock.
 
 These schedules cannot deadlock, by construction. One simulation of all ranks gives one order of all events, in which a
 transfer is a single event after its producer and before its consumer. Each rank runs its own events in that order. At
-any time the earliest event that has not happened is the next one of every rank that takes part in it, so it can happen.
-For the same reason both ends of a pair have their transfers, of activations and of gradients, in the same order.
+any time the earliest event that has not happened is the next event of every rank that takes part in it, so it can
+happen. For the same reason both ends of a pair have their transfers, of activations and of gradients, in the same
+order.
 
-With one chunk each, ranks may also compute in the order of ZB-H1, which splits a backward: the gradients of a stage's
-input are computed and sent first, and the weight gradients are computed when no other rank waits.
+With one chunk each, ranks may also compute in the order of ZB-H1, which splits a backward in two. The gradients of a
+stage's input are computed and sent first. The weight gradients are computed when no other rank waits.
 
 Source: Narayanan et al. 2021 (arXiv:2104.04473) section 2.2; Qi et al. 2024 (arXiv:2401.10241) section 2.
 """
@@ -53,13 +54,13 @@ _SHORT: dict[Kind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Action of a rank, written `F3` for the forward pass of micro-batch 3, or `F3.1` for that of chunk 1.
+    """Action of a pipeline rank, written `F3` for the forward of micro-batch 3, or `F3.1` for the same on chunk 1.
 
     `B3` is the backward of micro-batch 3. In a split backward, `B3` computes the gradients of the input, for which
-    another rank waits, and `W3` those of the weights.
+    another rank waits, and `W3` computes the weight gradients.
 
-    `>F3` receives the input of `F3`, and `F3>` sends its output. `>B3` receives the gradients of that output, and `B3>`
-    sends the gradients of the input.
+    `>F3` receives the input of `F3`, and `F3>` sends the output of `F3`. `>B3` receives the gradients of that output,
+    and `B3>` sends the gradients of the input.
 
     Args:
         kind: Kind of action.
@@ -76,33 +77,33 @@ class Action:
 
     @property
     def is_transfer(self) -> bool:
-        """True for a send or a receive."""
+        """True for an action that sends or receives a tensor."""
         return self.kind in _OTHER_END
 
     @property
     def is_send(self) -> bool:
-        """True for a send."""
+        """True for an action that sends a tensor."""
         return self.kind in ("send_forward", "send_backward")
 
     def other_end(self, rank: int, pp_size: int) -> tuple[int, Action]:
-        """The other rank of a transfer of `rank`, and that rank's action."""
+        """Rank at the other end of a transfer of `rank`, and the other rank's action."""
         step = 1 if self.kind in ("send_forward", "receive_backward") else -1
         chunk, other = divmod(self.chunk * pp_size + rank + step, pp_size)
         return other, Action(_OTHER_END[self.kind], chunk, self.micro)
 
 
 Schedule: TypeAlias = tuple[tuple[Action, ...], ...]
-"""Actions of each rank, in order."""
+"""Pipeline schedule: the actions of each rank, in order."""
 
 
 @lru_cache(maxsize=64)
 def schedule(pp_size: int, virtual_pp: int, num_micro: int, order: Order = "1f1b") -> Schedule:
-    """Schedule of a training step: 1F1B, interleaved if ranks have several chunks, or ZB-H1.
+    """Schedule of a training step: 1F1B, interleaved 1F1B if ranks have several chunks, or ZB-H1.
 
     Args:
-        pp_size: Number of ranks.
+        pp_size: Number of pipeline ranks.
         virtual_pp: Model chunks of each rank; must be 1 for a single rank, which has nothing to interleave.
-        num_micro: Micro-batches of the step; any number.
+        num_micro: Number of micro-batches of the step; any number, also one that `pp_size` does not divide.
         order: Order of computations; `zero_bubble` needs `virtual_pp=1`.
     """
     forwards = _in_groups("forward", pp_size, virtual_pp, num_micro)
@@ -120,13 +121,13 @@ def schedule(pp_size: int, virtual_pp: int, num_micro: int, order: Order = "1f1b
 
 @lru_cache(maxsize=64)
 def evaluation_schedule(pp_size: int, virtual_pp: int, num_micro: int) -> Schedule:
-    """Schedule of an evaluation: forwards only; arguments as in `schedule`."""
+    """Pipeline schedule of an evaluation, which has only forwards; arguments as in `schedule`."""
     return _with_transfers([_in_groups("forward", pp_size, virtual_pp, num_micro)] * pp_size)
 
 
 @lru_cache(maxsize=64)
 def with_exchanges(actions: Schedule) -> tuple[tuple[tuple[Action, ...], ...], ...]:
-    """Join adjacent sends and receives between the same two ranks: one collective carries both directions.
+    """Join adjacent sends and receives between the same two ranks, so that one collective carries both directions.
 
     Args:
         actions: Actions of each rank, in order.
@@ -156,7 +157,10 @@ def with_exchanges(actions: Schedule) -> tuple[tuple[tuple[Action, ...], ...], .
 
 
 def num_warmup(pp_size: int, virtual_pp: int, num_micro: int, rank: int) -> int:
-    """Number of forwards of a rank before it alternates with backwards; the most in flight is one more."""
+    """Number of forwards that a rank runs before it alternates forwards and backwards.
+
+    One more micro-batch than this number is in flight at most.
+    """
     distance = pp_size - 1 - rank  # from the last rank, whose backwards are the first
     if virtual_pp == 1:
         return min(distance, num_micro)
@@ -166,10 +170,10 @@ def num_warmup(pp_size: int, virtual_pp: int, num_micro: int, rank: int) -> int:
 def group_sizes(pp_size: int, num_micro: int) -> list[int]:
     """Sizes of the groups of micro-batches that a rank runs through one chunk before the next chunk.
 
-    A group is as small as keeps all ranks busy. In a group of `pp_size`, the first micro-batch comes back to the first
-    rank when that rank has finished the last one; in a smaller group, it would come late. So a remainder makes some
-    groups larger, and no group smaller. The groups equal those of `torch.distributed.pipelining` where it accepts
-    `num_micro`, and those of Megatron-LM, which requires a multiple of `pp_size`.
+    A group is as small as possible while all ranks stay busy. In a group of `pp_size`, the first micro-batch returns to
+    the first rank when that rank has finished the last micro-batch. In a smaller group it would return too late. So a
+    remainder makes some groups larger, and no group smaller. The groups equal those of `torch.distributed.pipelining`
+    where it accepts `num_micro`, and those of Megatron-LM, which requires a multiple of `pp_size`.
     """
     num_groups = max(1, num_micro // pp_size)
     size, rest = divmod(num_micro, num_groups)
@@ -177,7 +181,7 @@ def group_sizes(pp_size: int, num_micro: int) -> list[int]:
 
 
 def _in_groups(kind: Kind, pp_size: int, virtual_pp: int, num_micro: int) -> list[Action]:
-    """Forwards or backwards of a rank, in order, the same for every rank."""
+    """Forwards or backwards of a rank in the order of (interleaved) 1F1B; equal on every rank."""
     assert pp_size > 0 and virtual_pp > 0 and num_micro > 0, (pp_size, virtual_pp, num_micro)
     assert pp_size > 1 or virtual_pp == 1, f"{virtual_pp} chunks of one rank: there is nothing to interleave"
     chunks = range(virtual_pp) if kind == "forward" else range(virtual_pp - 1, -1, -1)
@@ -190,7 +194,7 @@ def _in_groups(kind: Kind, pp_size: int, virtual_pp: int, num_micro: int) -> lis
 
 
 def _split(actions: Sequence[Action], rank: int) -> list[Action]:
-    """Split the backwards of 1F1B: rank r delays r weight gradients, to fill its waits at the end of the step.
+    """Split the backwards of 1F1B as in ZB-H1: rank r delays r weight gradients, to fill its idle time at the end.
 
     Source: Qi et al. 2024 (arXiv:2401.10241) section 2.1, as `torch.distributed.pipelining` counts them.
     """
@@ -204,12 +208,12 @@ def _split(actions: Sequence[Action], rank: int) -> list[Action]:
 
 
 def _with_transfers(orders: Sequence[Sequence[Action]]) -> Schedule:
-    """Place transfers between computations so that ranks lose least if each transfer blocks both ends.
+    """Place transfers between computations so that ranks wait least when each transfer blocks both ends.
 
-    All ranks are simulated: a forward takes 1, a backward 2, or 1 for each half of a split backward. A ready output is
-    transferred as soon as both ranks are between computations; no rank that can compute waits for a transfer. If
-    outputs were sent as soon as they are ready, the ranks of an interleaved schedule would wait for each other all the
-    time.
+    All ranks are simulated. A forward takes 1 unit of time, and a backward 2, or 1 for each half of a split backward. A
+    ready output is transferred as soon as both ranks are between computations. No rank that can compute waits for a
+    transfer. If outputs were sent as soon as they are ready, the ranks of an interleaved schedule would wait for each
+    other all the time.
     """
     splits = any(action.kind == "weight" for action in orders[0])
     takes = {"forward": 1, "backward": 1 if splits else 2, "weight": 1}
@@ -222,7 +226,7 @@ def _with_transfers(orders: Sequence[Sequence[Action]]) -> Schedule:
     now = 0
 
     def turn(output: tuple[int, Action]) -> tuple[bool, int]:
-        # Neighbours 0-1, 2-3 and so on before 1-2, 3-4: half of all pairs at once, where one by one would be a chain.
+        # Pairs 0-1, 2-3 and so on come before 1-2, 3-4: half of all pairs transfer at once, not one after another.
         rank, send = output
         lower = rank if send.kind == "send_forward" else (rank - 1) % pp_size
         return lower % 2 == 1, lower

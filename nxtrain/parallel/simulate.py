@@ -1,4 +1,4 @@
-"""Simulated times of a pipeline schedule, from given durations of computations and transfers."""
+"""Simulated timeline of a pipeline schedule, from given durations of computations and transfers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from nxtrain.parallel.schedule import Action, Kind
 
 
 class Span(NamedTuple):
-    """Time span of an action. A transfer begins when its ends are ready, so gaps between spans are waits."""
+    """Simulated start and end of an action on a rank, in seconds.
+
+    A transfer begins when both of its ends are ready, so gaps between spans are waits.
+    """
 
     rank: int
     action: Action
@@ -27,16 +30,16 @@ def simulate(
     weight_s: Sequence[float] = (),
     blocking: bool = True,
 ) -> tuple[Span, ...]:
-    """Simulate a schedule in which each rank runs its actions in order.
+    """Simulate the timeline of a pipeline schedule, in which each rank runs its actions in order.
 
     Args:
         actions: Actions of each rank, in order.
         forward_s, backward_s: Seconds of the forward and the backward of each virtual stage.
         transfer_s: Seconds of a transfer.
         weight_s: Seconds of each virtual stage's weight gradients, for schedules that split backwards.
-        blocking: True: a transfer begins when both ends reach it and keeps both busy, like a collective of two ranks.
-            False: both ends continue at once; a computation from a received tensor starts `transfer_s` or more after
-            the send.
+        blocking: If True, a transfer begins when both ends reach it and keeps both busy, like a collective of two
+            ranks. If False, both ends continue at once, and a computation from a received tensor starts at least
+            `transfer_s` after the send.
 
     Raises:
         AssertionError: The ranks deadlock; the message names each rank and its action.
@@ -98,6 +101,6 @@ def simulate(
 
 
 def _input(action: Action) -> Action:
-    """Receive of a computation's input; a transfer is returned unchanged."""
+    """Receive action that provides a computation's input; a transfer is returned unchanged."""
     kinds: dict[Kind, Kind] = {"forward": "receive_forward", "backward": "receive_backward"}
     return replace(action, kind=kinds.get(action.kind, action.kind))

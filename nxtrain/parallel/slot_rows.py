@@ -1,10 +1,10 @@
-"""Rows of slots: the tokens of an expert side by side, and sums over the experts of a token.
+"""Arrangement of token rows by expert, and sums of expert outputs by token, for mixture-of-experts layers.
 
-A slot is one of the k experts of a token. Slots are numbered token by token. Each slot that is computed has a row, and
-the rows of an expert are adjacent. A sum over the experts of a token has the order of its slots, whatever the order of
-the rows. So on eager devices no result depends on the ranks that hold an expert.
+A slot is a (token, expert) pair: one of the k experts of a token. Slots are numbered token by token. Each slot that is
+computed has a row, and the rows of an expert are adjacent. A sum over the experts of a token has the order of the
+token's slots, whatever the order of the rows. So on eager devices no result depends on the ranks that hold an expert.
 
-Shapes: T tokens, k experts of a token, N rows, D hidden, E experts.
+Shapes: T tokens, k experts of a token, N rows, D hidden size, E experts.
 
 Source: Gale et al. 2022 (arXiv:2211.15841); `blockwise.py` of NeuronX Distributed 0.18 for the number of blocks.
 """
@@ -20,15 +20,15 @@ from torch import Tensor
 from nxtrain.common.kernels import ANY_ROWS, Grouping
 
 PAIR = 2
-"""Slots of a token that are added without a reduction, in a ninth of the time on a CPU in bfloat16."""
+"""Number of experts per token for which one addition replaces a reduction: 9 times faster on a CPU in bfloat16."""
 
 
 @dataclass(frozen=True)
 class SlotRows:
-    """Rows of the slots that are computed.
+    """Mapping between slots, the (token, expert) pairs, and the rows in which experts compute them.
 
     Args:
-        slots: (N,) int64, slot of each row; T * k for a row without slot.
+        slots: (N,) int64, slot of each row; T * k for a row without a slot.
         of_slots: (T * k,) int64, row of each slot; N for a slot that is not computed.
         k: Slots of a token.
         is_full: Every row has a slot.
@@ -42,24 +42,24 @@ class SlotRows:
     keeps_all: bool
 
     def spread(self, x: Tensor) -> Tensor:
-        """Rows of the tokens: (T, D) to (N, D)."""
+        """Copy each token to the rows of its experts: (T, D) to (N, D)."""
         rows: Tensor = _Spread.apply(x, self.slots, self.of_slots, self.k, self.is_full, self.keeps_all)
         return rows
 
     def collect(self, rows: Tensor) -> Tensor:
-        """Sums over the rows of each token: (N, D) to (T, D)."""
+        """Sum the rows of each token: (N, D) to (T, D)."""
         sums: Tensor = _Collect.apply(rows, self.slots, self.of_slots, self.k, self.is_full, self.keeps_all)
         return sums
 
     def weights(self, weights: Tensor) -> Tensor:
-        """Weight of each row, 0 for a row without slot: (T, k) to (N,)."""
+        """Router weight of each row, 0 for a row without a slot: (T, k) to (N,)."""
         of_slots = weights.flatten().unsqueeze(1)
         rows: Tensor = _Spread.apply(of_slots, self.slots, self.of_slots, 1, self.is_full, self.keeps_all)
         return rows.squeeze(1)
 
 
 class _Spread(torch.autograd.Function):
-    """A row for each slot of a token; the backward pass sums over the slots in their order."""
+    """Autograd function that copies tokens to rows; backward sums the gradients of a token's slots in order."""
 
     @staticmethod
     def forward(  # 7 arguments: the fields of `SlotRows`, of which autograd watches the tensors
@@ -76,7 +76,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """Sums over the slots of a token in their order; the transposed function of `_Spread`."""
+    """Autograd function that sums a token's rows in the order of its slots; the transpose of `_Spread`."""
 
     @staticmethod
     def forward(  # 7 arguments: as `_Spread`
@@ -107,19 +107,21 @@ def _sums(rows: Tensor, of_slots: Tensor, k: int, keeps_all: bool) -> Tensor:
 
 
 def _padded(x: Tensor, is_covered: bool) -> Tensor:
-    """Append a row of zeros, to which indices without a row refer, unless there are none."""
+    """Append a row of zeros, to which indices without a row point; unchanged if `is_covered`."""
     return x if is_covered else torch.cat([x, x.new_zeros(1, *x.shape[1:])])
 
 
 def sorted_rows(
     indices: Tensor, num_experts: int, capacity: int | None = None, grouping: Grouping = ANY_ROWS
 ) -> tuple[SlotRows, Tensor]:
-    """Rows in the order of the experts, and then of the slots.
+    """Arrange slots, the (token, expert) pairs, in rows sorted by expert and then by token.
 
     Args:
         indices: (T, k) integers, expert of each slot.
-        capacity: Most slots of an expert, which leaves out those of the highest numbers; None: no limit.
-        grouping: Rows that the products want of an expert. The last rows of an expert may be without slot.
+        num_experts: E.
+        capacity: Most slots of an expert; slots of the highest numbers are dropped. None for no limit.
+        grouping: Requirement of the matrix products on the rows of an expert. The last rows of an expert may be without
+            a slot.
 
     Returns:
         The rows, and the number of rows of each expert, (E,) int64.
@@ -129,7 +131,7 @@ def sorted_rows(
     multiple = grouping.multiple
     order = experts.argsort(stable=True)
     by_expert = experts[order]
-    # No `bincount`, whose shape depends on the data, so that the host would wait.
+    # No `bincount`: the shape of its result depends on the data, so the host would wait.
     ends = torch.searchsorted(by_expert, torch.arange(num_experts, device=order.device), right=True)
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     counts, num_rows = ends - starts, num_slots
@@ -160,24 +162,26 @@ def block_rows(
     most_slots: int | None = None,
     height: int | None = None,
 ) -> tuple[SlotRows, Tensor | None, int]:
-    """Rows in blocks of equal size, each of one expert, by operations whose shapes depend on no routing.
+    """Arrange slots, the (token, expert) pairs, in blocks of equal size, each of one expert.
+
+    The shapes of all operations are independent of the routing.
 
     Args:
-        indices, capacity: As for `sorted_rows`. With a capacity each expert has one block.
-        most_slots: Most slots that have one of the experts; the others have the number `num_experts`, and no row.
-            None: every slot has one.
-        height: Rows of a block without a capacity; None: those of an even load.
+        indices, num_experts, capacity: As for `sorted_rows`. With a capacity each expert has one block.
+        most_slots: Most slots of the numbered experts. Other slots have the expert number `num_experts`, and no row.
+            None if every slot has one of the experts.
+        height: Rows of a block without a capacity; None for the rows of an even load.
 
     Returns:
-        The rows, the expert of each block, (number of blocks,) int64, or None for one block each, and the number of
-        blocks.
+        The rows, the expert of each block, and the number of blocks. The experts are (number of blocks,) int64, or None
+        if each expert has one block.
     """
     experts, num_slots = indices.flatten(), indices.numel()
     numbers = torch.arange(num_experts, device=indices.device)
     hits = (experts.unsqueeze(1) == numbers).to(torch.int32)
     position = (hits.cumsum(0, dtype=torch.int32) * hits).sum(1) - 1
     if capacity is None:
-        # Of the most uneven routing, each expert but one has a block with one row.
+        # In the most uneven routing, each expert but one has a block with one row.
         most = num_slots if most_slots is None else most_slots
         if height is None:
             height = -(-most // num_experts)

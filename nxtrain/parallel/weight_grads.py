@@ -1,7 +1,7 @@
-"""Weight gradients, computed later than the gradients of the layers' inputs.
+"""Postponed weight gradients of linear layers, for pipeline schedules that split the backward (zero bubble).
 
 Other pipeline stages wait only for the gradients of inputs. So linear layers register functions that compute their
-weight gradients, and the pipeline's schedule sets the time.
+weight gradients, and the pipeline's schedule decides when these run.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Postponed: TypeAlias = deque[tuple[nn.Parameter, Product]]
 
 
 class WeightGradients:
-    """Postponed weight gradients of a model's layers.
+    """Store of the postponed weight gradients of a model's linear layers.
 
     Args:
-        model: A filled model, whose linear layers postpone their weight gradients from now on. The output projection
-            does not, since its loss computes gradients in the forward pass. Embedding and norms have little to
+        model: A filled model; its linear layers are changed to postpone their weight gradients. The output projection
+            is not changed, since its loss computes gradients in the forward pass. Embedding and norms have little to
             postpone, and frozen weights nothing.
     """
 
@@ -35,7 +35,7 @@ class WeightGradients:
                 layer.postpone = partial(self._add, layer.weight)
 
     def take(self) -> Postponed:
-        """Return the products postponed since the last call."""
+        """Return the weight gradients postponed since the last call, still to be computed, and clear the store."""
         taken, self._postponed = self._postponed, deque()
         return taken
 
@@ -44,7 +44,7 @@ class WeightGradients:
 
 
 def compute(postponed: Postponed) -> None:
-    """Compute gradients one by one, freeing the inputs of each before the next.
+    """Compute postponed weight gradients one by one, freeing the inputs of each before the next.
 
     Autograd adds the gradients to the parameters and calls the parameters' hooks, as in any backward pass.
     """
@@ -53,7 +53,7 @@ def compute(postponed: Postponed) -> None:
 
 
 class _Gradient(torch.autograd.Function):
-    """A scalar whose gradient with respect to the weight is a given product."""
+    """Autograd function of a scalar whose gradient with respect to the weight is the postponed weight gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, product: Product) -> Tensor:

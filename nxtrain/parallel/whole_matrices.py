@@ -1,6 +1,7 @@
-"""Whole matrices on one rank each, gathered from the rows and columns that ranks hold, and their results sent back.
+"""Functions of whole matrices, such as Muon's, for matrices whose rows and columns are sharded over ranks.
 
-Every rank runs the same collectives on tensors of the same shapes. On a lazy device, graphs do not depend on the rank.
+Each matrix is gathered on one rank from the rows and columns that all ranks hold, and the result is sent back. Every
+rank runs the same collectives on tensors of the same shapes. On a lazy device, graphs do not depend on the rank.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from nxtrain.parallel.matrix_rounds import Round, num_helpers, piece_shape, roun
 
 
 def hidden_matrices(model: nn.Module, table: ParamTable) -> dict[str, ShardSpec]:
-    """Sharding of all matrices of the blocks, those of routers and experts too, by parameter name."""
+    """Sharding of all matrices inside of the blocks, including routers and experts, by parameter name."""
     inner: set[int] = set()
     for block in cast(CausalLM, model).blocks:
         inner.update(id(parameter) for parameter in block.parameters())
@@ -34,12 +35,12 @@ def hidden_matrices(model: nn.Module, table: ParamTable) -> dict[str, ShardSpec]
 
 @dataclass(frozen=True)
 class _Sharing:
-    """Ranks that divide some matrices between them.
+    """Ranks that divide a set of whole matrices between them.
 
     Args:
-        holders: Ranks of shard x tp, which hold one copy of each matrix.
-        helpers: Replicas that compute some of the matrices each.
-        helper: (1,) position among the replicas as data, since replicas run the same graph.
+        holders: Ranks of shard x tp, which together hold one copy of each matrix.
+        helpers: Replicas of the holders, each of which computes some of the matrices.
+        helper: (1,) position among the replicas as a tensor, since replicas run the same graph.
     """
 
     holders: Axis
@@ -48,19 +49,19 @@ class _Sharing:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks that divide the matrices."""
         return self.holders.size * self.helpers.size
 
 
 class WholeMatrices:
-    """Functions of whole matrices, whose work the ranks of a pipeline stage share.
+    """Application of a function to whole sharded matrices, divided between the ranks of a pipeline stage.
 
-    The ranks of shard x tp hold one copy of each matrix, and exchange rows for whole matrices. Replicas of this copy
-    compute some matrices each, and gather the results of all. Under expert parallelism, the ranks that hold the same
-    experts share the work on these.
+    The ranks of shard x tp hold one copy of each matrix. They exchange rows, so that each rank gets whole matrices.
+    Each replica of this copy computes some matrices, and all replicas gather the results. Under expert parallelism,
+    only the ranks that hold the same experts divide the matrices of these experts.
 
     Attributes:
-        rounds: Matrices that are computed at once; each rank owns one matrix or none.
+        rounds: Groups of matrices that are computed at once; each rank owns one matrix of a round or none.
 
     Args:
         matrices: Sharding over tp of each matrix, in the order of the model.
@@ -92,13 +93,13 @@ class WholeMatrices:
             self.rounds += rounds_of(own, sharing.size)
 
     def apply(self, of: Round, rows: Mapping[str, Tensor], function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Apply a function to each segment of the matrices of a round.
+        """Apply a function to the whole (unsharded) matrices of a round, and return this rank's rows of the results.
 
         Args:
             of: One of `rounds`.
             rows: This rank's float32 rows of each matrix of the round, without padding or with zeros at the end. The
                 rows may lie on another device than that of the exchange.
-            function: Deterministic function of a whole segment as a matrix of its own, to a matrix of the same shape.
+            function: Deterministic function of a whole segment as a separate matrix, to a matrix of the same shape.
 
         Returns:
             This rank's rows of the results, shaped like `rows`, on the same device.
@@ -128,12 +129,15 @@ class WholeMatrices:
 
 
 def assemble(spec: ShardSpec, mesh: Mesh, pieces: Tensor) -> dict[str, Tensor]:
-    """Whole segments of a matrix by name, from the pieces that the ranks of shard x tp hold.
+    """Assemble the whole segments of a matrix from the pieces that the ranks of shard x tp hold.
 
     Args:
         spec: Sharding of the matrix over tp.
         mesh: The axes.
-        pieces: (shard * tp, rows, columns), each rank's rows with padding; of replicas the first is taken.
+        pieces: (shard * tp, rows, columns), each rank's rows with padding; of replicated pieces the first is taken.
+
+    Returns:
+        Segments by name.
     """
     tp = mesh.tp
     dim = spec.dim or 0
@@ -150,7 +154,7 @@ def assemble(spec: ShardSpec, mesh: Mesh, pieces: Tensor) -> dict[str, Tensor]:
 
 
 def divide(spec: ShardSpec, mesh: Mesh, segments: Mapping[str, Tensor]) -> Tensor:
-    """Pieces of whole segments for each rank of shard x tp: the inverse of `assemble`."""
+    """Divide the whole segments of a matrix into pieces, one for each rank of shard x tp; the inverse of `assemble`."""
     tp = mesh.tp
     dim = spec.dim or 0
     shard_size = _axes_of(spec, mesh).shard.size
@@ -176,7 +180,7 @@ def _seen_from(tp: Axis, rank: int) -> Axis:
 
 
 def _padded(x: Tensor, dim: int, size: int) -> Tensor:
-    """Tensor with zeros at the end of a dimension, of a given size."""
+    """Append zeros at the end of a dimension until it has the given size."""
     missing = size - x.shape[dim]
     if missing:
         x = F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing))

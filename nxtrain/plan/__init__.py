@@ -1,1 +1,1 @@
-"""Predictions of time, memory, traffic and cost, before a run."""
+"""Predictions of a run's step time, device memory, communication and cost, before the run (`nxtrain plan`)."""

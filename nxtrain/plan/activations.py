@@ -1,7 +1,7 @@
-"""Bytes that autograd keeps of one micro-batch, and the largest tensors of the layer at work.
+"""Predicted activation memory: bytes that autograd saves for one micro-batch, and a layer's largest temporary tensors.
 
-`kept_tensors` is a table of the tensors of a block. Views keep the whole tensor that they show; so keys that share a
-matrix with queries keep both. `nxtrain plan --trace` compares the sums with a real step.
+`kept_tensors` lists the tensors that autograd saves for a block. A view keeps its whole base alive, so keys that share
+a matrix with queries keep both. `nxtrain plan --trace` compares the sums with a real step.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from nxtrain.plan.shapes import sum_entries
 FLOAT = SIZES["fp32"]
 
 Tensors = list[tuple[str, str, int]]
-"""Layer that keeps a tensor, the tensor, and its bytes; in the order of the forward pass."""
+"""Saved tensors in the order of the forward pass: layer that saves the tensor, description, and bytes."""
 
 ATTENTION_IN = ("qkv_proj", "q_proj", "k_proj", "v_proj")
 ATTENTION_OUT = ("o_proj",)
 MLP_IN = ("gate_up_proj", "gate_proj", "up_proj")
 MLP_OUT = ("down_proj",)
-"""Linear layers that share an input, fused or not."""
+"""Names of linear layers in groups that share an input, fused or not."""
 
 RECOMPUTED = "recomputed feed-forward"
 
 
 @once_per_job
 def block_bytes(job: Job) -> int:
-    """Bytes kept of one block from its forward to its backward pass."""
+    """Bytes of activations that autograd saves for one block, from its forward to its backward pass."""
     remat = job.config.train.remat
     if remat == "full":
         return boundary_bytes(job)
@@ -42,12 +42,12 @@ def block_bytes(job: Job) -> int:
 
 @once_per_job
 def boundary_bytes(job: Job) -> int:
-    """Bytes of the residual stream between two layers."""
+    """Bytes of the residual stream between two layers, for one micro-batch on one rank."""
     return job.sequence_rows * job.dimensions.hidden_size * job.params_size
 
 
 def kept_tensors(job: Job, remat: str) -> Tensors:
-    """Tensors that autograd keeps of one block.
+    """Tensors that autograd saves for backward in one block.
 
     Args:
         job: The run.
@@ -71,9 +71,9 @@ def kept_tensors(job: Job, remat: str) -> Tensors:
 
 
 def _linear_tensors(job: Job, names: tuple[str, ...], size: int) -> Tensors:
-    """Tensors that linear layers with one input keep: the input, and what adapters keep.
+    """Tensors saved by linear layers that share one input: the input, and the tensors that adapters save.
 
-    Adapters keep what dropout left of the input with a byte per entry, and their own columns.
+    Adapters save the input after dropout with a mask byte per entry, and their low-rank columns.
 
     Args:
         job: The run.
@@ -92,9 +92,10 @@ def _linear_tensors(job: Job, names: tuple[str, ...], size: int) -> Tensors:
 
 
 def _attention_tensors(job: Job, *, recomputed: bool) -> Tensors:
-    """Queries, keys and values, what the kernel adds, and the output, which the row layer keeps as well.
+    """Tensors saved by attention: queries, keys and values, the kernel's own tensors, and the output.
 
-    Norms of heads keep their inputs, and a number per head. Queries and keys are then rotated apart.
+    The output is also saved by the row layer that follows. Head norms save their inputs and one number per head. With
+    head norms, queries and keys are rotated separately.
     """
     queries, keys = job.query_width, job.key_width
     fused, normed = job.config.model.fused_qkv, job.dimensions.head_norms
@@ -109,7 +110,7 @@ def _attention_tensors(job: Job, *, recomputed: bool) -> Tensors:
         if normed and not fused:
             inputs += rotated
     else:
-        # Repeated K/V heads are kept; of the given ones only the queries, and what they share a tensor with.
+        # Repeated K/V heads are kept. Of the inputs, only the queries and the tensor that they are a view of are kept.
         inputs = 3 * queries
         if fused and not normed:
             inputs += keys
@@ -129,7 +130,7 @@ def _attention_tensors(job: Job, *, recomputed: bool) -> Tensors:
 
 
 def _kernel_bytes(job: Job) -> int:
-    """Bytes that the attention kernel keeps on top of its inputs and its output."""
+    """Bytes that the attention kernel saves for backward, except its inputs and its output."""
     train = job.config.train
     heads = train.micro_batch * job.local_heads
     if job.config.parallel.cp > 1:
@@ -159,7 +160,7 @@ def _mlp_tensors(job: Job) -> Tensors:
 
 
 def _entered_tensors(job: Job) -> Tensors:
-    """Columns of adapters that a feed-forward in chunks keeps: outputs of A at the input, and sums at the output."""
+    """Adapter columns saved by a feed-forward in chunks: outputs of A at the input, and sums at the output."""
     kept = []
     for names, tokens in ((MLP_IN, job.micro_tokens), (MLP_OUT, job.sequence_rows)):
         for layer in _adapted(job, names):
@@ -168,7 +169,7 @@ def _entered_tensors(job: Job) -> Tensors:
 
 
 def _product_bytes(job: Job) -> int:
-    """Bytes of the input of the feed-forward's row layer."""
+    """Bytes of the input of the feed-forward's row layer, the down projection."""
     return job.inner_width * job.micro_tokens * job.params_size
 
 
@@ -180,7 +181,7 @@ def _total(tensors: Tensors) -> int:
 
 
 def _adapted(job: Job, names: Sequence[str]) -> list[AdaptedLayer]:
-    """Layers of a block with adapters, of some names."""
+    """Layers of a block that have adapters and one of the given names."""
     if job.adapters is None:
         return []
     layers = adapted_layers(job.stages[0], job.config.parallel.tp, job.adapters)
@@ -188,7 +189,7 @@ def _adapted(job: Job, names: Sequence[str]) -> list[AdaptedLayer]:
 
 
 def _keeps_input(job: Job, names: Sequence[str]) -> bool:
-    """True if some layer keeps its input as it is: for its weight, or for an adapter without dropout."""
+    """True if one of the layers saves its input unchanged, for its trained weight or an adapter without dropout."""
     if job.adapters is None:
         return True
     return not job.config.finetune.dropout and bool(_adapted(job, names))
@@ -196,7 +197,7 @@ def _keeps_input(job: Job, names: Sequence[str]) -> bool:
 
 @once_per_job
 def untracked_bytes(job: Job) -> int:
-    """Bytes that the model's first block does not keep: nothing has a gradient before the first adapter."""
+    """Bytes of activations that the model's first block need not save, since gradients begin at the first adapter."""
     remat = job.config.train.remat
     if remat == "full":
         return 0
@@ -213,7 +214,7 @@ def _untracked_bytes(job: Job, remat: str) -> int:
             return size
         adapted = _adapted(job, groups.get(layer, ()))
         if adapted and layer == MLP_IN[0] and len(adapted) == 1:
-            # Unfused, a frozen gate keeps no input of its activation, and beside a frozen other part no result is kept.
+            # Unfused, a frozen gate keeps no input of its activation, and with another frozen part no result is kept.
             frozen_parts = {"up_proj": 2, "gate_proj": 1}
             return size + frozen_parts.get(adapted[0].name, 0) * _product_bytes(job)
         if adapted:
@@ -224,10 +225,11 @@ def _untracked_bytes(job: Job, remat: str) -> int:
 
 @once_per_job
 def working_bytes(job: Job) -> int:
-    """Largest tensors of a layer's backward pass that are not kept from its forward pass.
+    """Bytes of the largest temporary tensors in the backward pass of any layer of a block.
 
-    In the feed-forward: the gradients of the product, of the gate, of both together, and a factor; unfused, those of
-    the product and of both parts. The product itself is free by then. Backward recomputes one part at a time.
+    In the feed-forward these are the gradients of the product, of the gate, of both together, and a factor. Unfused,
+    they are the gradients of the product and of both parts. The product itself is free by then. Backward recomputes one
+    part at a time.
     """
     remat = job.config.train.remat
     mlp, attention = max(_mlp_work_bytes(job), product_bytes(job)), attention_work_bytes(job)
@@ -242,7 +244,7 @@ def working_bytes(job: Job) -> int:
     elif num_chunks(job) > 1:
         kept = _total(kept_tensors(job, "none")) - boundary_bytes(job)
         return max(_chunk_work_bytes(job), attention, norm_work_bytes(job)) + kept
-    # Then the feed-forward's tensors are free, but postponed weight gradients keep as many.
+    # The feed-forward's tensors are free by then, but postponed weight gradients keep as many.
     later = max(attention, norm_work_bytes(job))
     if job.postpones:
         later += boundary_bytes(job)
@@ -256,7 +258,7 @@ def working_bytes(job: Job) -> int:
 
 @once_per_job
 def num_chunks(job: Job) -> int:
-    """Chunks of the sequence in which recomputed feed-forwards are computed, as `nn/mlp.py` decides."""
+    """Number of sequence chunks in which feed-forwards are recomputed, as `nn/mlp.py` decides."""
     config = job.config
     is_whole = config.train.remat == "none" or job.postpones or config.compile.torch_compile or job.has_nxd_layers
     is_whole = is_whole or config.precision.fp8 != "none"
@@ -267,10 +269,11 @@ def num_chunks(job: Job) -> int:
 
 @once_per_job
 def _chunk_work_bytes(job: Job) -> int:
-    """Largest tensors of the backward pass of a feed-forward in chunks, as `parallel/chunks.py` allocates them.
+    """Bytes of the largest temporary tensors in the backward pass of a feed-forward computed in chunks.
 
-    Gradients of parameters are summed in float32, beside those of a chunk. Sequence parallelism gathers the input and
-    the gradient. At last the gradients of the chunks' inputs are joined, and those of parameters get their type.
+    Allocations follow `parallel/chunks.py`. Float32 sums of parameter gradients exist beside the gradients of a chunk.
+    Sequence parallelism gathers the input and the gradient. At the end, the input gradients of all chunks are
+    concatenated, and parameter gradients are cast to their type.
     """
     length = -(-job.local_len // num_chunks(job))
     in_chunk = (_mlp_work_bytes(job) + _total(_mlp_tensors(job))) * length // job.local_len
@@ -286,7 +289,7 @@ def _chunk_work_bytes(job: Job) -> int:
 
 
 def _mlp_params(job: Job) -> int:
-    """Trained parameters of a feed-forward that a rank computes with."""
+    """Number of trained parameters of a feed-forward on a rank, unsharded over data parallel ranks."""
     specs: dict[str, ShardSpec] = {}
     if job.adapters is None:
         block = job.stages[0].block_specs(job.config.parallel.tp)
@@ -309,7 +312,7 @@ def _mlp_work_bytes(job: Job) -> int:
 
 @once_per_job
 def first_working_bytes(job: Job) -> int:
-    """As `working_bytes`, of the model's first block, whose backward pass ends at its first adapter."""
+    """Bytes of the largest temporary tensors in the first block's backward pass, which ends at its first adapter."""
     remat = job.config.train.remat
     is_recomputed = num_chunks(job) > 1 or (remat == "selective" and _is_long(job))
     if job.adapters is None or _adapted(job, ATTENTION_IN) or is_recomputed:
@@ -327,11 +330,12 @@ def first_working_bytes(job: Job) -> int:
 
 @once_per_job
 def forward_working_bytes(job: Job) -> int:
-    """Bytes of the largest tensors of a block's forward pass if nothing is kept, with the residual stream and its norm.
+    """Bytes of a block's forward pass that saves nothing: largest temporary tensors, residual stream, and norm output.
 
-    In the feed-forward: gate, up, and the product. In attention: queries, keys and values as projected and as rotated,
-    the output, and what the kernel works with. Layers with adapters have their result thrice: of the matrix, of the
-    adapters, and the sum; fused ones, of each adapter and of these together before the sum.
+    In the feed-forward these are gate, up, and their product. In attention they are queries, keys and values before and
+    after rotation, the output, and the kernel's workspace. Layers with adapters hold their result three times: of the
+    matrix, of the adapters, and the sum. Fused layers hold the result of each adapter and the stacked results before
+    the sum.
     """
     train = job.config.train
     size = job.params_size
@@ -365,11 +369,11 @@ def forward_working_bytes(job: Job) -> int:
 
 
 def _blocks_work_bytes(job: Job, scores: int) -> int:
-    """Copies with the heads first, results of all blocks in float32, and the tensors of a block.
+    """Bytes of blockwise attention: copies with the heads first, float32 outputs of all blocks, and one block's scores.
 
     Args:
         job: The run.
-        scores: Tensors in float32 with the scores of a block.
+        scores: Number of float32 tensors with the scores of a block.
     """
     train, size = job.config.train, job.params_size
     queries, keys = job.query_width * job.micro_tokens, job.key_width * job.micro_tokens
@@ -394,14 +398,14 @@ def _is_long(job: Job) -> bool:
 
 @once_per_job
 def norm_work_bytes(job: Job) -> int:
-    """Float32 tensors of a norm's backward pass: two products, their difference, the result, and a wide gradient."""
+    """Bytes of a norm's backward pass in float32: two products, their difference, the result, and a wide gradient."""
     tensors = 4 if job.params_size == FLOAT else 5
     return tensors * job.sequence_rows * job.dimensions.hidden_size * FLOAT
 
 
 @once_per_job
 def attention_work_bytes(job: Job) -> int:
-    """Gradients of queries, keys and values; for kernels without fusion, scores in float32 and narrow as well."""
+    """Bytes of attention's backward pass: gradients of q, k and v; without a fused kernel also scores in two types."""
     train, size = job.config.train, job.params_size
     queries, keys = job.query_width, job.key_width
     heads = train.micro_batch * job.local_heads
@@ -426,9 +430,9 @@ def attention_work_bytes(job: Job) -> int:
 
 @once_per_job
 def postponed_block_bytes(job: Job) -> int:
-    """Bytes that weight gradients of a block keep while they wait: inputs and output gradients of its linear layers.
+    """Bytes that postponed weight gradients of a block keep: inputs and output gradients of its linear layers.
 
-    Row layers get gradients of the whole sequence, gathered over the tensor parallel ranks.
+    Row layers keep gradients of the whole sequence, gathered over the tensor parallel ranks.
     """
     queries = job.query_width
     keys = job.key_width

@@ -1,7 +1,7 @@
-"""Low-rank adapters and the frozen model below them: parameters of a stage, and bytes of the frozen ones.
+"""Predicted size of low-rank adapters and of the frozen model: parameters of a stage, and bytes of frozen parameters.
 
-Each linear layer has one adapter for every segment, and these share their input, as in `nn/lora.py`. Gate and values of
-an expert have one adapter together.
+Each linear layer has one adapter for every segment, and the adapters of a layer share their input, as in `nn/lora.py`.
+Gate and values of an expert have one adapter together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Method = Literal["full", "lora", "qlora"]
 METHODS: tuple[Method, ...] = ("full", "lora", "qlora")
 
 NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
-"""Bytes of a weight in NF4: 4 bits, 8 bits of scale for 64 weights, and a float32 for 256 scales.
+"""Bytes per weight in NF4: 4 bits, an 8-bit scale for 64 weights, and a float32 for 256 scales.
 
 Source: Dettmers et al. 2023 (arXiv:2305.14314) section 3, double quantization: 4.127 bits.
 """
@@ -26,11 +26,11 @@ Source: Dettmers et al. 2023 (arXiv:2305.14314) section 3, double quantization: 
 
 @dataclass(frozen=True)
 class Adapters:
-    """Adapters of every block.
+    """Low-rank adapters of every block.
 
     Args:
-        r: Rank.
-        targets: Linear layers that have one; empty: all of a block.
+        r: Rank of the adapters.
+        targets: Names of the linear layers with adapters; empty for all linear layers of a block.
     """
 
     r: int
@@ -39,12 +39,12 @@ class Adapters:
 
 @dataclass(frozen=True)
 class AdaptedLayer:
-    """A linear layer with adapters.
+    """Linear layer with low-rank adapters.
 
     Args:
         path: Path of the layer inside the block.
-        weight: Sharding of its weight.
-        segments: Outputs with an adapter.
+        weight: Sharding of the layer's weight.
+        segments: Segments of the weight that have an adapter.
         r: Rank of each adapter.
     """
 
@@ -55,30 +55,30 @@ class AdaptedLayer:
 
     @property
     def name(self) -> str:
-        """Name of the layer."""
+        """Name of the layer: the last part of its path."""
         return self.path.rpartition(".")[2]
 
     @property
     def is_column(self) -> bool:
-        """True if outputs are sharded over tp, not inputs."""
+        """True if the layer's outputs are sharded over tp, False if its inputs are."""
         return self.weight.dim == 0
 
     @property
     def width(self) -> int:
-        """Columns between the two matrices of all adapters."""
+        """Width of the activations between adapter matrices A and B, over all adapters of the layer."""
         if self.is_column:
             return len(self.segments) * self.r
         return self.r
 
     def specs(self) -> dict[str, ShardSpec]:
-        """Both matrices, by names inside the block."""
+        """Sharding of the adapter matrices A and B, by parameter name inside the block."""
         a, b = adapter_specs(self.weight, self.segments, self.r)
         return {f"{self.path}.lora_A": a, f"{self.path}.lora_B": b}
 
 
 @lru_cache(maxsize=1024)
 def adapted_layers(stage: Stage, tp: int, adapters: Adapters) -> tuple[AdaptedLayer, ...]:
-    """Layers with adapters in each block of a stage."""
+    """Linear layers with adapters in each block of a stage."""
     layers = []
     for name, weight in stage.block_specs(tp).items():
         if not is_matrix(weight):
@@ -94,7 +94,7 @@ def adapted_layers(stage: Stage, tp: int, adapters: Adapters) -> tuple[AdaptedLa
 
 
 def expert_adapters(stage: Stage, tp: int, adapters: Adapters, ep_rank: int = 0) -> dict[str, dict[str, ShardSpec]]:
-    """Adapters of the experts of each block of a stage: both matrices by name, for each path inside the block."""
+    """Adapters of the experts in each block of a stage: sharding by parameter name, for each module path."""
     by_module: dict[str, dict[str, ShardSpec]] = {}
     for name, weight in stage.block_specs(tp, ep_rank).items():
         path = name.removesuffix(".weight")
@@ -106,7 +106,7 @@ def expert_adapters(stage: Stage, tp: int, adapters: Adapters, ep_rank: int = 0)
 
 @lru_cache(maxsize=65_536)
 def adapter_entries(stage: Stage, tp: int, shard: int, adapters: Adapters) -> Entries:
-    """Entries of the adapters of one block."""
+    """Number of adapter parameters of one block."""
     specs: dict[str, ShardSpec] = {}
     for layer in adapted_layers(stage, tp, adapters):
         specs |= layer.specs()
@@ -117,7 +117,7 @@ def adapter_entries(stage: Stage, tp: int, shard: int, adapters: Adapters) -> En
 
 @lru_cache(maxsize=65_536)
 def stage_adapters(stage: Stage, tp: int, shard: int, adapters: Adapters) -> Entries:
-    """Entries of the adapters of a stage."""
+    """Number of adapter parameters of a pipeline stage."""
     blocks = adapter_entries(stage, tp, shard, adapters).times(stage.num_blocks - stage.num_dense)
     return blocks.plus(adapter_entries(stage.dense, tp, shard, adapters).times(stage.num_dense))
 
@@ -127,10 +127,10 @@ class FrozenBytes:
     """Bytes of the frozen parameters of a stage.
 
     Args:
-        block: Of one block, whole over the ranks that share training state.
-        rest: Of the parameters outside the blocks, whole as well.
-        held: Of the whole stage, as the first rank holds them.
-        largest_matrix: Of the largest quantized matrix once it is restored; 0 without quantization.
+        block: Bytes of one block, unsharded over the ranks that share training state.
+        rest: Bytes of the parameters outside the blocks, unsharded as well.
+        held: Bytes of the whole stage that the first rank holds.
+        largest_matrix: Bytes of the largest quantized matrix after dequantization; 0 without quantization.
     """
 
     block: int = 0
@@ -141,20 +141,20 @@ class FrozenBytes:
 
 @lru_cache(maxsize=65_536)
 def matrix_entries(stage: Stage, tp: int, shard: int) -> Entries:
-    """Entries of the matrices of one block."""
+    """Number of matrix entries of one block, without vectors such as norm weights."""
     specs = {name: spec for name, spec in stage.block_specs(tp).items() if is_matrix(spec)}
     return sum_entries(specs, tp, shard)
 
 
 @lru_cache(maxsize=65_536)
 def frozen_bytes(stage: Stage, tp: int, shard: int, size: int, *, quantized: bool) -> FrozenBytes:
-    """Bytes of a stage's frozen parameters: matrices of the blocks may be in NF4, others never.
+    """Bytes of a stage's frozen parameters; with quantization the matrices of the blocks are in NF4, others never.
 
     Args:
         stage: Kind of the stage.
-        tp: Ranks that share each layer.
-        shard: Ranks that share the rows of every parameter.
-        size: Bytes of a parameter that the model computes with.
+        tp: Number of tensor parallel ranks.
+        shard: Number of ranks that shard the rows of every parameter.
+        size: Bytes of a parameter in the type of the computation.
         quantized: Matrices of the blocks are in NF4.
     """
     block, rest = block_entries(stage, tp, shard), rest_entries(stage, tp, shard)

@@ -1,4 +1,4 @@
-"""Predictions for a configuration file: the run that it describes on the machines that are asked about."""
+"""Predictions for a configuration file, on the machines that the file or the command line names."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from nxtrain.plan.presets import DATASETS, SHAPES
 from nxtrain.plan.search import Rejected, SearchResult, impossible, search
 
 ASSUMED = "trn1.32xlarge"
-"""Instance of a run that names none."""
+"""Instance type assumed for a run that names none."""
 
 EVERY = "all"
-"""All of `METHODS`, side by side."""
+"""Value of `--method` that compares all of `METHODS`."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """Machines and model that a prediction is for, beyond the configuration.
+    """Machines and model for which a prediction is made, as given on the command line.
 
     Args:
-        instance: Kind of machine; empty: cluster.instance, else `ASSUMED`.
-        nodes: Number of machines; None: cluster.nodes.
-        hardware: TOML file with more machines; None: the table only.
-        model: Published model in place of the configured one; empty: the configured one.
-        method: One of `METHODS` in place of finetune.method, or `EVERY` in a search; empty: the configured one.
+        instance: Instance type; if empty, `cluster.instance` or else `ASSUMED`.
+        nodes: Number of machines; None for `cluster.nodes`.
+        hardware: TOML file with more machines; None for the built-in table only.
+        model: Published model in place of the configured model; empty for the configured model.
+        method: One of `METHODS` in place of `finetune.method`, or `EVERY` in a search; empty for the configured method.
     """
 
     instance: str = ""
@@ -53,14 +53,14 @@ class Question:
 
 @dataclass(frozen=True)
 class Setting:
-    """A loaded configuration with its machines and its model.
+    """Loaded configuration with its machines and the dimensions of its model.
 
     Args:
         loaded: The configuration and its provenance.
         machine: Kind of machine.
         nodes: Number of machines.
         dimensions: Dimensions of the model.
-        note: Message about an assumption on the machine; may be empty.
+        note: Message about an assumed machine; may be empty.
     """
 
     loaded: Loaded
@@ -71,7 +71,10 @@ class Setting:
 
 
 def predict(path: Path, overrides: Sequence[str], question: Question, assumed: Assumptions) -> tuple[Prediction, str]:
-    """Prediction for a configuration, and a note about what was assumed.
+    """Predict memory, time and cost for a configuration.
+
+    Returns:
+        The prediction, and a message about assumptions, which may be empty.
 
     Raises:
         ConfigError: The configuration, the instance or the layout is impossible.
@@ -102,7 +105,12 @@ def predict(path: Path, overrides: Sequence[str], question: Question, assumed: A
 def find_layouts(
     path: Path, overrides: Sequence[str], question: Question, assumed: Assumptions
 ) -> tuple[SearchResult, str]:
-    """Layouts of a configuration's run; its own degrees, micro-batch and recomputation do not count.
+    """Search for the fastest layouts of a configuration's run.
+
+    The configured degrees, micro-batch and recomputation are ignored.
+
+    Returns:
+        The result of the search, and a message about assumptions, which may be empty.
 
     Raises:
         ConfigError: The configuration or the instance is impossible.
@@ -130,10 +138,15 @@ def find_layouts(
 
 
 def length_of(tokens: float, dataset: str, device_hours: float) -> Assumptions:
-    """Length of a run: a number of tokens, a published data set, or hours of the devices; by default train.steps.
+    """Length of a planned run: tokens, a published data set, or device hours; `train.steps` if all are empty.
+
+    Args:
+        tokens: Number of tokens; 0 if not given.
+        dataset: Name of a published data set; empty if not given.
+        device_hours: Hours of devices; 0 if not given.
 
     Raises:
-        ConfigError: More than one is given, or the data set is unknown.
+        ConfigError: More than one of the three is given, or the data set is unknown.
     """
     given = {"--tokens": tokens, "--dataset": dataset, "--device-hours": device_hours}
     names = [name for name, value in given.items() if value]
@@ -155,7 +168,7 @@ def _setting(path: Path, overrides: Sequence[str], question: Question) -> Settin
     own = read_machines(question.hardware) if question.hardware else {}
     name = question.instance or config.cluster.instance or next(iter(own), "")
     if own and name not in own and not question.instance:
-        reason = f"{quoted(name)}, which --hardware {question.hardware} does not have"
+        reason = f"{quoted(name)} is none of the machines in --hardware {question.hardware}"
         raise ConfigError([Problem("cluster.instance", reason, hint=f"name a machine by --instance: {', '.join(own)}")])
     note, nodes = "", question.nodes or config.cluster.nodes
     machine = find_machine(name or ASSUMED, own, "--instance" if question.instance else "cluster.instance")
@@ -176,7 +189,7 @@ def _setting(path: Path, overrides: Sequence[str], question: Question) -> Settin
 
 
 def _family_with(preset: str) -> str:
-    """Installed family with a preset: the first by name, but Llama before others.
+    """Name of the installed model family that has a preset: Llama first, then the others by name.
 
     Raises:
         ConfigError: No installed family has the preset.
@@ -191,9 +204,10 @@ def _family_with(preset: str) -> str:
 
 
 def _on(machine: Machine, config: RunConfig) -> RunConfig:
-    """The configuration with a backend that the machine can have; `cpu` stays, for plans of runs on a CPU.
+    """Configuration with a backend that the machine supports; `cpu` is kept, to plan runs on a CPU.
 
-    PyTorch/XLA compiles anyway, so that a recipe for GPUs needs no `compile.torch_compile` there.
+    On Trainium `compile.torch_compile` is turned off, since PyTorch/XLA compiles anyway. So a recipe for GPUs can be
+    planned on Trainium unchanged.
     """
     name = config.backend.name
     trainium = machine.kind.startswith("trn")
@@ -208,7 +222,10 @@ def _on(machine: Machine, config: RunConfig) -> RunConfig:
 
 
 def _by(method: str, config: RunConfig) -> RunConfig:
-    """The configuration with another trained share of the model; matrices in NF4 are restored eagerly."""
+    """Configuration with another fine-tuning method.
+
+    The method `qlora` turns off `compile.torch_compile`, since matrices in NF4 are dequantized eagerly.
+    """
     if method == config.finetune.method != "full":
         return config
     tuning: dict[str, object] = {"method": method}

@@ -1,7 +1,8 @@
-"""Costs of context parallelism on a rank: kept tensors, workspace of attention, exchanged bytes, and uneven work.
+"""Predicted costs of context parallelism on a rank: kept tensors, attention workspace, traffic, and load imbalance.
 
 The formulas follow `parallel/context_parallel.py` and `backends/ranged_attention.py`. A rank holds T = S / cp
-positions. Its queries meet the keys of all ranks: S at once by gather, and T at a time by ring.
+positions. Its queries meet the keys of all ranks: S keys at once with the method `gather`, and T keys at a time with
+`ring`.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ FLOAT, POSITION = SIZES["fp32"], 8
 """Bytes of a float32 number, and of a position."""
 
 FORWARD_SCORES, BACKWARD_SCORES = 1, 2
-"""Float32 tensors of a block's scores that exist at once."""
+"""Number of float32 score tensors of a block that exist at once, in the forward and in the backward pass."""
 
 MASK_BYTES = 3
-"""Bytes of a block's masks for each pair of a query and a key: keys after, keys before, and both."""
+"""Bytes of a block's masks per (query, key) pair: three masks, for keys after, keys before, and both."""
 
 
 @once_per_job
 def kept_numbers(job: Job) -> int:
-    """Bytes that attention keeps beside queries, keys, values and output: a sum for each query, and positions."""
+    """Bytes that context parallel attention saves beside queries, keys, values and output: row sums and positions."""
     train = job.config.train
     sums = train.micro_batch * job.local_heads * job.local_len * FLOAT
     positions = 0
@@ -35,10 +36,10 @@ def kept_numbers(job: Job) -> int:
 
 @once_per_job
 def forward_context_bytes(job: Job) -> int:
-    """Bytes that attention's forward pass needs in addition to its queries, keys and values.
+    """Bytes that the forward pass of context parallel attention needs in addition to its queries, keys and values.
 
-    Gather holds keys and values as they came, and in order. Ring holds a block at hand, the next one, and the output
-    so far.
+    The method `gather` holds keys and values in the order of ranks and in the order of positions. The method `ring`
+    holds the current block, the next block, and the accumulated output.
     """
     output = job.micro_tokens * job.query_width * FLOAT
     exchanged = 2 * _keys_bytes(job, job.params_size)
@@ -54,9 +55,10 @@ def forward_context_bytes(job: Job) -> int:
 
 @once_per_job
 def backward_context_bytes(job: Job) -> int:
-    """Largest tensors of attention's backward pass: gradients in float32 beside what the forward pass has.
+    """Bytes of the largest temporary tensors in the backward pass of context parallel attention.
 
-    By gather, gradients of all keys wait for their sum. By ring, those of a block arrive, and leave with this rank's.
+    They include float32 gradients beside the tensors of the forward pass. With `gather`, gradients of all keys exist
+    until they are summed. With `ring`, the gradients of a block arrive, are added to this rank's, and are sent on.
     """
     if job.fuses_context:
         return _flash_bytes(job)
@@ -71,17 +73,17 @@ def backward_context_bytes(job: Job) -> int:
 
 
 def _flash_bytes(job: Job) -> int:
-    """Largest tensors of the backward pass by FlashAttention, as `backends/flash_ranges.py` calls it.
+    """Bytes of the largest temporary tensors in FlashAttention's backward pass, as `backends/flash_ranges.py` calls it.
 
-    The kernel sums the queries' gradients in float32, and has gradients of keys and values for each query head.
+    The kernel sums the queries' gradients in float32, and computes gradients of keys and values for each query head.
     """
     queries = job.micro_tokens * job.query_width
     narrow, wide = queries * job.params_size, queries * FLOAT
     keys, key_grads = _keys_bytes(job, job.params_size), _keys_bytes(job, FLOAT)
     repeats = job.local_heads // job.local_kv_heads
     by_head = keys * repeats if repeats > 1 else 0
-    of_calls = 2 * narrow + wide + 2 * keys + by_head  # gradients so far, those of a call, and the kernel's own
-    # Then those of keys and values are joined. Gather puts them in the order of the ranks, of zigzag by a turned half.
+    of_calls = 2 * narrow + wide + 2 * keys + by_head  # earlier gradients, those of a call, and the kernel's own
+    # Then gradients of keys and values are joined. `gather` sorts them by rank; for zigzag, it reverses one half.
     if job.cp_method == "ring":
         return wide + 2 * keys + 2 * key_grads + max(of_calls, narrow + 2 * keys + 2 * key_grads)
     parallel = job.config.parallel
@@ -91,7 +93,7 @@ def _flash_bytes(job: Job) -> int:
 
 
 def _keys_bytes(job: Job, size: int) -> int:
-    """Bytes of the keys and values that attention meets at once."""
+    """Bytes of the keys and values that attention reads at once."""
     tokens = job.micro_tokens
     if job.cp_method == "gather":
         tokens *= job.config.parallel.cp
@@ -99,7 +101,7 @@ def _keys_bytes(job: Job, size: int) -> int:
 
 
 def _copied_keys(job: Job) -> int:
-    """Bytes of keys and values in the order and the type of matrix products; none where views serve."""
+    """Bytes of keys and values copied to the layout and type of matrix products; 0 if views suffice."""
     size = job.params_size
     if job.backend == "cpu":
         size = FLOAT
@@ -109,7 +111,7 @@ def _copied_keys(job: Job) -> int:
 
 
 def _block_bytes(job: Job, num_scores: int) -> int:
-    """Bytes of the scores of a block of queries, and of its mask, on the rank whose last queries see all keys."""
+    """Bytes of the scores and the mask of a block of queries, on the rank whose last queries see all keys."""
     num_keys = job.local_len
     if job.cp_method == "gather":
         num_keys = job.config.train.seq_len
@@ -123,25 +125,26 @@ def _block_bytes(job: Job, num_scores: int) -> int:
 
 
 def work_share(job: Job, window: int | None = None, *, skips: bool) -> float:
-    """Work of the rank with most of a layer's attention, over the mean of all ranks in causal attention.
+    """Attention work of the busiest context parallel rank, relative to the mean of all ranks in causal attention.
 
     Args:
         job: The run.
-        window: Tokens that a query of the layer sees; None: all before.
-        skips: Attention leaves out the keys after its queries, as eager devices do; graphs of all ranks meet all keys.
+        window: Tokens that a query of the layer sees; None for all tokens before it.
+        skips: Attention skips the keys after its queries, as on eager devices. In compiled graphs, queries meet all
+            keys.
     """
     all_pairs = SequenceCut(job.config.train.seq_len, 1, "contiguous").pairs(0, window)
     return _most_pairs(job, window, skips=skips) * job.config.parallel.cp / all_pairs
 
 
 def moved_scores(job: Job, window: int | None = None) -> int:
-    """Bytes of scores that a layer's attention writes and reads once forward, on the rank with most of them."""
+    """Bytes of scores that a layer's attention writes and reads in a forward pass, on the rank with the most scores."""
     pairs = _most_pairs(job, window, skips=not job.meets_all_keys)
     return job.config.train.micro_batch * job.local_heads * pairs * 2 * FLOAT
 
 
 def _most_pairs(job: Job, window: int | None, *, skips: bool) -> int:
-    """Most pairs of a query and a key that a rank computes."""
+    """Most (query, key) pairs that a context parallel rank computes."""
     parallel, seq_len = job.config.parallel, job.config.train.seq_len
     if not skips:
         return job.local_len * seq_len
@@ -150,10 +153,10 @@ def _most_pairs(job: Job, window: int | None, *, skips: bool) -> int:
 
 
 def context_bytes(job: Job, num_blocks: int) -> tuple[float, float]:
-    """Bytes that a rank sends over cp for one micro-batch through some blocks: forward, and backward.
+    """Bytes that a rank sends over cp for one micro-batch through some blocks, in the forward and in the backward pass.
 
-    Keys and values travel in the type of the parameters, in both passes. Their gradients travel in float32. By ring
-    these make a whole turn, and come back to their rank.
+    Keys and values are sent in the type of the parameters, in both passes. Their gradients are sent in float32. With
+    `ring`, gradients travel around the whole ring, back to their own rank.
     """
     parallel, remat = job.config.parallel, job.config.train.remat
     if parallel.cp == 1:

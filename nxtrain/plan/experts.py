@@ -1,7 +1,8 @@
-"""Memory and traffic of experts: tensors of the router and of the rows that experts compute, and their exchange.
+"""Predicted memory and traffic of mixture-of-experts layers: router tensors, expert rows, and the exchange of rows.
 
-Counts mirror `nn/mixture.py`, `parallel/dispatch.py` and `parallel/experts.py`. Routers are taken to balance the load,
-as their losses make them: then each rank's experts compute as many rows as the rank has slots.
+Counts follow `nn/mixture.py`, `parallel/dispatch.py` and `parallel/experts.py`. Routers are assumed to balance the
+load, as their losses train them to. Then each rank's experts compute as many rows as the rank has slots (token-expert
+pairs).
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from nxtrain.plan.adapters import expert_adapters
 from nxtrain.plan.job import SIZES, Job, once_per_job
 
 FLOAT, INDEX = SIZES["fp32"], 8
-"""Bytes of a number of the router, and of the index of a slot."""
+"""Bytes of a router's number, and of the index of a slot (token-expert pair)."""
 
 
 def expert_tensors(job: Job) -> list[tuple[str, str, int]]:
-    """Tensors that autograd keeps of the feed-forward of a block with experts; empty without experts."""
+    """Tensors that autograd saves for the feed-forward of a block with experts; empty without experts."""
     mixture, hidden = job.dimensions.mixture, job.dimensions.hidden_size
     if mixture is None:
         return []
@@ -33,7 +34,7 @@ def expert_tensors(job: Job) -> list[tuple[str, str, int]]:
     if num_adapters:
         columns = num_adapters * 2 * job.slots * job.config.finetune.r
         kept.append(("experts", "columns of adapters", columns * job.params_size))
-    # Products that autograd differentiates keep what is between them.
+    # Autograd keeps the intermediate tensors between the products.
     between = 0
     if mixture.limit is not None:
         between = 5
@@ -49,7 +50,7 @@ def expert_tensors(job: Job) -> list[tuple[str, str, int]]:
 
 
 def _num_adapters(job: Job) -> int:
-    """Adapters of an expert."""
+    """Number of adapters of an expert."""
     if job.adapters is None:
         return 0
     return len(expert_adapters(job.stages[0], job.config.parallel.tp, job.adapters))
@@ -57,9 +58,9 @@ def _num_adapters(job: Job) -> int:
 
 @once_per_job
 def expert_work_bytes(job: Job) -> int:
-    """Bytes of the backward pass of experts: gradients of rows and of matrices, and what is between both products.
+    """Bytes of temporary tensors in the backward pass of experts: gradients of rows and matrices, and intermediates.
 
-    The gradients of all matrices of the block exist at once, beside the sums of earlier micro-batches.
+    The gradients of all expert matrices of the block exist at once, beside the sums of earlier micro-batches.
     """
     mixture = job.dimensions.mixture
     if mixture is None:
@@ -68,7 +69,7 @@ def expert_work_bytes(job: Job) -> int:
     rows = 2 * job.slots * job.dimensions.hidden_size
     between = 8 * job.slots * job.inner_width  # gate, values and their gradients, and four products of both
     if _num_adapters(job):
-        between = 3 * job.slots * job.inner_width  # what is between the products is kept already
+        between = 3 * job.slots * job.inner_width  # the other intermediates are kept already
     matrices = 0
     if job.num_micro > 1 and job.adapters is None:
         matrices = 3 * experts * job.inner_width * job.dimensions.hidden_size
@@ -77,17 +78,17 @@ def expert_work_bytes(job: Job) -> int:
 
 @once_per_job
 def expert_forward_bytes(job: Job) -> int:
-    """Bytes of the forward pass of experts if nothing is kept: rows, their projections and gates, outputs, and sums."""
+    """Bytes of an expert layer's forward pass without saved tensors: rows, projections, gates, outputs, and sums."""
     rows = job.slots * job.dimensions.hidden_size
     return (3 * rows + 4 * job.slots * job.inner_width) * job.params_size
 
 
 def exchange_bytes(job: Job, num_blocks: int) -> tuple[float, float]:
-    """Bytes that a rank sends over ep for one micro-batch through some blocks: forward and backward.
+    """Bytes that a rank sends over ep for one micro-batch through some blocks, in the forward and in the backward pass.
 
-    Rows go to the ranks of their experts, and their outputs come back; the backward pass has both again, for gradients.
-    A recomputed block repeats the forward pass. Each tensor parallel rank exchanges whole rows. The counts of rows are
-    small and left out.
+    The forward pass sends rows to the ranks of their experts, and outputs back. The backward pass sends the gradients
+    of both. A recomputed block repeats the forward exchange. Each tensor parallel rank exchanges whole rows. The counts
+    of rows are small and are not included.
     """
     parallel = job.config.parallel
     if parallel.ep == 1:

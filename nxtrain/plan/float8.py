@@ -1,7 +1,7 @@
-"""Work and memory of the float8 products of blocks: operations, casts, and the copies that a product holds.
+"""Predicted work and memory of float8 products in blocks: operations, casts, and the copies that a product holds.
 
-Under `compile.torch_compile` a cast reads its matrix and writes bytes. Eager casts hold the scaled matrix in float32
-beside two copies in float8, of which one is transposed.
+Under `compile.torch_compile` a cast reads its matrix once and writes float8 bytes. Eager casts hold the scaled matrix
+in float32 beside two float8 copies, one of them transposed.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import NamedTuple
 from nxtrain.plan.job import Job, once_per_job
 
 EAGER_BYTES, COMPILED_BYTES = 6, 1
-"""Bytes per entry of a matrix while it is cast."""
+"""Bytes per matrix entry that a float8 cast holds, eager and compiled."""
 
 
 class Casts(NamedTuple):
-    """Bytes that a rank moves to cast the operands of a block's products for a micro-batch: one read and one write."""
+    """Bytes that a rank reads and writes to cast the operands of a block's float8 products, for one micro-batch."""
 
     forward: int
     backward: int
 
 
 def float8_params(job: Job) -> int:
-    """Entries of the matrices of a block that multiply in float8, over all tensor parallel ranks."""
+    """Number of parameters of a block whose products are in float8, over all tensor parallel ranks."""
     if job.config.precision.fp8 == "none":
         return 0
     shape = job.dimensions
@@ -32,7 +32,7 @@ def float8_params(job: Job) -> int:
 
 
 def casts(job: Job) -> Casts:
-    """Bytes moved by the casts of a block; zeros without float8."""
+    """Bytes read and written by the float8 casts of a block, for one micro-batch; zeros without float8."""
     if job.config.precision.fp8 == "none":
         return Casts(0, 0)
     hidden, inner = job.dimensions.hidden_size, _inner(job)
@@ -47,7 +47,7 @@ def casts(job: Job) -> Casts:
 
 @once_per_job
 def product_bytes(job: Job) -> int:
-    """Largest gradients and copies of a product, those of the projection to gate and up; 0 without float8."""
+    """Bytes of gradients and float8 copies in the largest product, the projection to gate and up; 0 without float8."""
     if job.config.precision.fp8 == "none":
         return 0
     hidden = job.dimensions.hidden_size
@@ -64,5 +64,5 @@ def _parts(job: Job) -> int:
 
 
 def _inner(job: Job) -> int:
-    """Columns of a rank inside a feed-forward that multiplies in float8."""
+    """Intermediate size on a rank of a feed-forward with float8 products; 0 for experts, which have none."""
     return job.inner_width if job.dimensions.mixture is None else 0

@@ -1,7 +1,7 @@
-"""Prediction of the time that failures cost a run, and the checkpoint interval that costs least.
+"""Prediction of the time that failures cost a run, and of the best checkpoint interval.
 
-Failures come at random at a constant rate (exponential times between them), also while a start loads. No further
-failure comes between a failure and its detection.
+Failures occur at random at a constant rate (exponential times between failures), also while a start loads. No further
+failure occurs between a failure and its detection.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from dataclasses import dataclass
 from nxtrain.metrics.goodput import RunStart
 
 ASSUMED_MTBF_S = 86_400.0
-"""One failure a day, where a run has not shown another rate."""
+"""Assumed mean time between failures in seconds, for a run that has shown no other rate: one day."""
 
 FAR = 3.0
-"""Factor between two intervals beyond which the advice is printed."""
+"""Least ratio between the current and the best checkpoint interval for which advice is printed."""
 
 WORTH_TELLING = 1e-3
-"""Smallest gain, as a share of the run's time, for which the advice is printed."""
+"""Least gain in goodput, as a share of the run's time, for which advice on the interval is printed."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of a run's time, which add up to 1.
+    """Shares of a run's time by use, which add up to 1.
 
     Args:
-        goodput: Steps that are kept.
+        goodput: Training whose results are kept.
         stall: Waiting for checkpoints that were committed.
-        lost: Work since the last committed checkpoint, done again.
+        lost: Training since the last committed checkpoint, repeated after a failure.
         detect: Time until a failure is noticed.
         restart: Time from the detection to the first step.
     """
@@ -48,8 +48,9 @@ class Failures:
     Args:
         mtbf_s: Mean time between failures of the whole run.
         stall_s: Time that training waits for each checkpoint.
-        write_s: Time from the end of the stall to the commit, while training goes on; only then the checkpoint counts.
-        detect_s: Time from a failure to its detection; for a run started by hand, until somebody acts.
+        write_s: Time from the end of the stall to the commit, while training continues. The checkpoint counts from the
+            commit.
+        detect_s: Time from a failure to its detection; for a run started by hand, until a person acts.
         restart_s: Time from the detection to the first step.
     """
 
@@ -60,24 +61,26 @@ class Failures:
     restart_s: float = 0.0
 
     def __post_init__(self) -> None:
-        assert self.mtbf_s > 0, "a run that always fails has no goodput"
-        assert min(self.stall_s, self.write_s, self.detect_s, self.restart_s) >= 0, "time runs one way"
+        assert self.mtbf_s > 0, "mtbf_s must be positive"
+        assert min(self.stall_s, self.write_s, self.detect_s, self.restart_s) >= 0, "times must not be negative"
 
     def wall_s(self, interval_s: float) -> float:
-        """Expected seconds from one commit to the next; infinite where failures leave no time for an interval.
+        """Expected seconds from one checkpoint commit to the next; infinite if failures leave no time for an interval.
 
-        The first attempt lasts `interval_s + stall_s`; one after a failure also repeats what was trained while the last
-        checkpoint was written. Summed over attempts, that lag is as if every restart took `write_s` longer.
+        The first attempt takes `interval_s + stall_s`. An attempt after a failure also repeats the training done while
+        the last checkpoint was written. Summed over attempts, this repetition is as if every restart took `write_s`
+        longer.
 
         Args:
-            interval_s: Training between checkpoints; at least `write_s`, since one that falls into the writing of the
-                one before is left out.
+            interval_s: Seconds of training between checkpoints. It is at least `write_s`, since no checkpoint starts
+                while the one before is written.
 
-        Source: Daly 2006 (Future Generation Computer Systems 22, 303-312) for the exponential model, whose downtime
-        may fail too; Bougeret et al. 2011 (SC'11, Checkpointing strategies for parallel jobs) for one that cannot.
+        Source: Daly 2006 (Future Generation Computer Systems 22, 303-312) for the exponential model, whose downtime may
+        fail too; Bougeret et al. 2011 (SC'11, Checkpointing strategies for parallel jobs) for downtime that cannot
+        fail.
         """
-        assert interval_s > 0, "something is trained between checkpoints"
-        assert interval_s >= self.write_s, "the one before is still being written"
+        assert interval_s > 0, "interval_s must be positive"
+        assert interval_s >= self.write_s, "interval_s must be at least write_s"
         mtbf_s = self.mtbf_s
         try:
             again = math.exp((self.restart_s + self.write_s) / mtbf_s)
@@ -86,7 +89,7 @@ class Failures:
             return math.inf
 
     def shares(self, interval_s: float) -> Shares:
-        """Shares of the time with a checkpoint after every `interval_s` seconds of training."""
+        """Shares of a run's time by use, if a checkpoint follows every `interval_s` seconds of training."""
         wall_s = self.wall_s(interval_s)
         goodput, stall = interval_s / wall_s, self.stall_s / wall_s
         detect = self.detect_s / (self.mtbf_s + self.detect_s)
@@ -94,7 +97,7 @@ class Failures:
         return Shares(goodput, stall, 1.0 - goodput - stall - detect - restart, detect, restart)
 
     def run_s(self, work_s: float, interval_s: float, start_s: float) -> float:
-        """Expected seconds of a run that ends, from its first start until its last checkpoint is committed.
+        """Expected seconds of a whole run with failures, from its first start until its last checkpoint is committed.
 
         The first commit follows the first start, which may fail like any other, and no commit precedes it. Each later
         commit takes `wall_s`.
@@ -104,19 +107,19 @@ class Failures:
             interval_s: Seconds of training between checkpoints.
             start_s: Time from the first start to the first step.
 
-        Source: the model of `wall_s`, with a first attempt of another length a: it takes M (1 - exp(-a/M)) in the mean,
-            and if it fails, detection and as many attempts of the usual length follow as it takes.
+        Source: the model of `wall_s` with a first attempt of another length a. The attempt takes M (1 - exp(-a/M)) on
+        average. If it fails, detection and attempts of the usual length follow until one succeeds.
         """
-        assert work_s >= interval_s, "a run has an interval"
+        assert work_s >= interval_s, "work_s must be at least interval_s"
         mtbf_s, saved_s = self.mtbf_s, interval_s + self.stall_s + self.write_s
         fails = -math.expm1(-(start_s + saved_s) / mtbf_s)
         first_s = (mtbf_s + self.detect_s) * fails * math.exp((self.restart_s + saved_s) / mtbf_s)
         return first_s + (work_s / interval_s - 1.0) * self.wall_s(interval_s)
 
     def best_interval_s(self) -> float:
-        """Seconds of training between checkpoints that lose least; for small stalls about sqrt(2 * stall * mtbf).
+        """Seconds of training between checkpoints that cost least time; for small stalls about sqrt(2 * stall * mtbf).
 
-        Only the stall and the rate of failures matter: the cost after a failure does not depend on the interval.
+        Only the stall and the failure rate matter, since the cost after a failure does not depend on the interval.
 
         Source: the zero of the derivative of Daly's model; Young 1974 (Communications of the ACM 17, 530-531) for the
         square root.
@@ -132,7 +135,7 @@ class Failures:
         return max(high * self.mtbf_s, self.write_s)
 
     def best_every(self, step_s: float) -> int:
-        """Best interval in steps, the unit of `checkpoint.every`."""
+        """Best checkpoint interval in steps, the unit of `checkpoint.every`."""
         return max(1, math.ceil(self.write_s / step_s), round(self.best_interval_s() / step_s))
 
 
@@ -140,8 +143,8 @@ def advice(starts: Sequence[RunStart], every: int) -> str:
     """Advice on `checkpoint.every` in one line; empty if the gain is small or the run is short.
 
     Args:
-        starts: Starts of the run with the time that each spent.
-        every: Steps between checkpoints.
+        starts: Starts of the run, with the time that each start spent by use.
+        every: Current number of steps between checkpoints.
     """
     spent = [start.spent for start in starts]
     saves = sum(one.saves for one in spent)

@@ -1,4 +1,4 @@
-"""Machines by name, and machines that a TOML file describes."""
+"""Machines on which runs are planned: a table of instance types, and machines described by a TOML file."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ else:
     import tomli as tomllib
 
 OWN = "own"
-"""Kind of a machine whose chip has no constants of its own."""
+"""Kind of a machine whose chip is none of the known kinds."""
 
 KINDS = (*dict.fromkeys(machine.kind for machine in MACHINES.values()), OWN)
-"""Kinds of chips."""
+"""Kinds of chips that a TOML file may name."""
 
 
 def find_machine(name: str, own: Mapping[str, Machine] | None = None, key: str = "cluster.instance") -> Machine:
-    """Find the machine of an instance by its name, such as `p5.48xlarge`, or by its short name, such as `p5`.
+    """Find the machine of an instance type by its name, such as `p5.48xlarge`, or its short name, such as `p5`.
 
     Args:
-        name: Name of the instance.
-        own: Machines of a file, which win over the table.
-        key: Key or option that gave the name, for messages.
+        name: Name of the instance type.
+        own: Machines of a TOML file, which take precedence over the built-in table.
+        key: Configuration key or option that gave the name, for error messages.
 
     Raises:
-        ConfigError: No such machine; the message has the nearest names.
+        ConfigError: No machine has the name; the message lists the nearest names.
     """
     machines = {**MACHINES, **(own or {})}
     full_name = ALIASES.get(name, name)
@@ -52,7 +52,10 @@ def find_machine(name: str, own: Mapping[str, Machine] | None = None, key: str =
 
 
 class _Cell(NamedTuple):
-    """Numbers that a value of a file may have: bounds far from those of machines keep times and costs finite."""
+    """Range of valid numbers for a value of a machine's TOML table.
+
+    The bounds are far beyond real machines; they keep predicted times and costs finite.
+    """
 
     least: float
     most: float
@@ -61,7 +64,7 @@ class _Cell(NamedTuple):
     may_be_zero: bool = False
 
     def fits(self, value: Any) -> bool:
-        """True for a number within the bounds."""
+        """True for a number within the bounds of the cell."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
         if value == 0 and self.may_be_zero:
@@ -70,7 +73,7 @@ class _Cell(NamedTuple):
         return in_bounds and (not self.is_whole or value == int(value))
 
     def wanted(self, key: str) -> str:
-        """Text of the numbers that fit."""
+        """Description of the valid numbers, for error messages."""
         kind = "a whole number" if self.is_whole else "a number"
         zero = "0, or " if self.may_be_zero else ""
         return f"{key} = {kind}, {zero}{self.least} to {self.most}{self.meaning}"
@@ -97,17 +100,17 @@ _KEYS = ("kind", *_CELLS, "price_note")
 
 
 def read_machines(path: Path) -> dict[str, Machine]:
-    """Machines of a TOML file: a table for each, named as the machine, with the fields of `Machine`.
+    """Read machines from a TOML file with one table for each, named as the machine, with the fields of `Machine`.
 
     Raises:
-        ConfigError: The file cannot be read, or a table lacks a value or has a wrong one; all problems together.
+        ConfigError: The file cannot be read, or a table lacks a value or has a wrong value; all problems together.
     """
     try:
         tables = tomllib.loads(read_text(path))
     except OSError as error:
         raise ConfigError(f"--hardware {path}: {error.strerror or error}") from error
     except (RecursionError, ValueError) as error:
-        raise ConfigError(f"--hardware {path} is no TOML: {cause_of(error)}") from error
+        raise ConfigError(f"--hardware {path} is not valid TOML: {cause_of(error)}") from error
     problems: list[Problem] = []
     if not tables:
         problems.append(Problem("", f"--hardware {path} has no machine", hint="write a table [NAME] for each"))
@@ -122,19 +125,19 @@ def read_machines(path: Path) -> dict[str, Machine]:
 
 
 def _problems(name: str, table: Mapping[str, Any], path: str) -> Iterator[Problem]:
-    """Everything that is wrong in the table of a machine."""
+    """Find all problems in the TOML table of a machine: unknown keys, missing values, and wrong values."""
     for key in sorted(table.keys() - set(_KEYS)):
         close = get_close_matches(key, _KEYS, n=1)
         yield Problem(f"{name}.{key}", "unknown key", path, f"known: {', '.join(close or _KEYS)}")
     kind = table.get("kind", OWN)
     if kind not in KINDS:
-        yield Problem(f"{name}.kind", f"{kind!r} is no chip with constants", path, nearest(str(kind), KINDS))
+        yield Problem(f"{name}.kind", f"{kind!r} is no known kind of chip", path, nearest(str(kind), KINDS))
     for key, cell in _CELLS.items():
         if key not in table:
             if key not in _OPTIONAL:
                 yield Problem(f"{name}.{key}", "missing, and has no default", path, f"add {cell.wanted(key)}")
         elif not cell.fits(table[key]):
-            reason = f"{shortened(repr(table[key]))} is no number that a machine can have"
+            reason = f"{shortened(repr(table[key]))} is not in the range of valid numbers"
             yield Problem(f"{name}.{key}", reason, path, f"use {cell.wanted(key)}")
     devices = table.get("devices")
     if _CELLS["devices"].fits(devices) and devices != 1 and table.get("link_bytes_s") == 0:
@@ -143,7 +146,7 @@ def _problems(name: str, table: Mapping[str, Any], path: str) -> Iterator[Proble
 
 
 def _machine(name: str, table: Mapping[str, Any], path: Path) -> Machine:
-    """Machine of a table without problems."""
+    """Machine described by a TOML table without problems."""
     values: dict[str, Any] = {"kind": OWN, "price_note": str(path), **table}
     for key, cell in _CELLS.items():
         if key in values:

@@ -1,4 +1,4 @@
-"""Model, stages, units and shards of a configuration or of a run folder; without torch and without memory."""
+"""Model, stages, units and shards of a configuration or a run folder, for `nxtrain inspect`; computed without torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nxtrain.plan.tensors import Held, Rank, global_tensors
 from nxtrain.plan.work import trained_params
 
 _ANY_MACHINE = "trn1.32xlarge"
-"""Machine of a configuration that names none; of the machine, an inspection reads the number of devices only."""
+"""Machine of a configuration that names none; an inspection uses only the machine's number of devices."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class CheckpointFacts:
         return self.mesh.get("tp", 1) * self.mesh.get("pp", 1) * self.mesh.get("dp", 1)
 
     def to_json(self) -> dict[str, Any]:
-        """The facts as JSON."""
+        """Path, step, bytes, number of ranks and mesh of the checkpoint, as a JSON object."""
         return {
             "path": str(self.path),
             "step": self.step,
@@ -60,12 +60,12 @@ class CheckpointFacts:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Facts of a model and its layout.
+    """Model, layout and newest checkpoint of a configuration or a run folder.
 
     Args:
-        resolved: Checked configuration.
-        job: The run; `parallel.dp` has its value.
-        checkpoint: Newest checkpoint; None: a configuration is inspected, or the run has none.
+        resolved: Validated configuration.
+        job: The run, with `parallel.dp` resolved.
+        checkpoint: Newest checkpoint; None for a configuration, or a run without checkpoints.
     """
 
     resolved: Resolved
@@ -73,20 +73,20 @@ class Inspection:
     checkpoint: CheckpointFacts | None
 
     def chosen(self, number: int | None) -> list[Rank]:
-        """One rank of the run; None: the first rank of each pipeline stage.
+        """Ranks to show: rank `number`, or if it is None the first rank of each pipeline stage.
 
         Raises:
-            ConfigError: The run has no such rank.
+            ConfigError: The run has no rank with this number.
         """
         if number is None:
             return [Rank.first_of(self.job, stage) for stage in range(self.job.config.parallel.pp)]
         if number >= self.job.world:
-            reason = f"{number} is no rank of {self.job.world:,}"
+            reason = f"rank {number} does not exist: the run has {self.job.world:,} ranks"
             raise ConfigError([Problem("--rank", reason, hint=f"use 0 to {self.job.world - 1}")])
         return [Rank.of(self.job, number)]
 
     def model_json(self) -> dict[str, Any]:
-        """Family, dimensions and parameters of the model."""
+        """Family, dimensions and parameter counts of the model, as a JSON object."""
         dimensions = self.job.dimensions
         whole = Stage(dimensions, (dimensions.num_layers,), first=True, last=True)
         total = dimensions.num_params
@@ -107,10 +107,10 @@ class Inspection:
         }
 
     def to_json(self, rank: int | None) -> dict[str, Any]:
-        """The facts as JSON.
+        """Model, layout, stages, tensors and checkpoint, as a JSON object.
 
         Args:
-            rank: Rank whose tensors are listed; None: those of the first rank of every stage.
+            rank: Rank whose tensors are listed; None for the first rank of every stage.
         """
         chosen = self.chosen(rank)
         stages = []
@@ -138,10 +138,10 @@ class Inspection:
 
 
 def inspect(path: Path, overrides: Sequence[str]) -> Inspection:
-    """Facts of a configuration file or of a run folder.
+    """Inspect a configuration file or a run folder.
 
     Raises:
-        ConfigError: The configuration or its layout is impossible, or the folder is not of a run.
+        ConfigError: The configuration or its layout is impossible, or the folder is not a run folder.
         CheckpointError: The metadata of the newest checkpoint is damaged.
     """
     is_run = path.is_dir()
@@ -177,7 +177,7 @@ def inspect(path: Path, overrides: Sequence[str]) -> Inspection:
 
 
 def _recorded(run: Path) -> dict[str, Any]:
-    """Ranks and degrees of the newest start of a run; empty if they are unknown."""
+    """Integers that a run's newest start recorded, such as ranks and degrees; empty if the file is unreadable."""
     try:
         content = json.loads(read_text(run / ENVIRONMENT_FILE))
     except (OSError, RecursionError, ValueError):

@@ -1,4 +1,4 @@
-"""Length of a planned run whose configuration counts epochs."""
+"""Conversion of epochs to steps for a planned run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from nxtrain.plan.predict import Assumptions
 
 
 def with_length(config: RunConfig, vocab_size: int, assumed: Assumptions) -> tuple[RunConfig, Assumptions, str]:
-    """Configuration whose epochs are steps, or assumptions with the reason why the steps are unknown.
+    """Convert the epochs of a configuration to steps, by counting the rows of its data.
+
+    If the rows are not counted yet, the returned assumptions have the reason.
 
     Args:
         config: Configuration of the run.
         vocab_size: Entries of the model's vocabulary.
-        assumed: Values that the configuration does not have; a length among them stands for the epochs.
+        assumed: Assumptions of the prediction; a length among them replaces the epochs.
 
     Returns:
         The configuration, the assumptions, and a message about the steps, which may be empty.

@@ -1,4 +1,4 @@
-"""Bytes of the projection to the vocabulary and of the loss, as `_VocabCrossEntropy` of `parallel/loss.py` has them."""
+"""Predicted bytes of the output projection and the loss, as allocated by `_VocabCrossEntropy` of `parallel/loss.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FLOAT = SIZES["fp32"]
 
 @once_per_job
 def kept_logits_bytes(job: Job) -> int:
-    """Bytes that the loss keeps for backward: gradients of the hidden states, and of the matrix if it is trained."""
+    """Bytes that the loss saves for backward: gradients of hidden states, and of the output projection if trained."""
     rows = job.micro_tokens
     if job.adapters is None:
         rows += job.vocab_rows
@@ -18,10 +18,11 @@ def kept_logits_bytes(job: Job) -> int:
 
 @once_per_job
 def chunk_bytes(job: Job) -> int:
-    """Bytes of the projection and loss beside what they keep.
+    """Bytes of temporary tensors in the output projection and loss, for one chunk of logits.
 
-    A chunk of logits exists in its own type, in float32, and as a gradient; in fp16 the scaled gradient is wide first.
-    Several chunks sum the matrix's gradient in float32, and join the gradients of the hidden states.
+    A chunk of logits exists in its own type, in float32, and as a gradient. In fp16 the scaled gradient is first in
+    float32. With several chunks, the projection's gradient is summed in float32, and gradients of the hidden states are
+    concatenated.
     """
     size = job.params_size
     hidden = job.dimensions.hidden_size
@@ -37,6 +38,6 @@ def chunk_bytes(job: Job) -> int:
         return tokens * rows * entry
     num_bytes = chunk * rows * entry
     if job.adapters is None:
-        later = min(chunk, tokens - chunk)  # of two chunks the second, which alone meets a sum, may be short
+        later = min(chunk, tokens - chunk)  # with two chunks, only the second adds to a sum, and may be short
         num_bytes = max(num_bytes, later * rows * entry + rows * hidden * FLOAT)
     return num_bytes + tokens * hidden * size

@@ -1,7 +1,7 @@
-"""Moments of a step in which memory may be highest: activations, gradients and buffers that exist at the same time.
+"""Moments of a step at which device memory may peak: activations, gradients and buffers that exist at the same time.
 
-Backward passes free activations while gradients come into being, and buffers of collectives exist near the end only.
-So a peak is the largest of a few moments, and less than the sum of all kinds' peaks.
+Backward passes free activations while they allocate gradients, and buffers of collectives exist only near the end. So
+the peak is the largest of a few moments, and less than the sum of the peaks of all kinds.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from nxtrain.plan.muon import muon_work
 from nxtrain.plan.shapes import OuterUnits, block_entries, outer_units
 
 NORM_ROW_BYTES = 4
-"""Bytes that the final norm keeps of each row beside its input: a float32."""
+"""Bytes that the final norm saves per row beside its input: a float32."""
 
 GROUPS = 6
-"""Groups of micro-batches in which every state of an interleaved schedule occurs."""
+"""Number of micro-batch groups after which an interleaved schedule only repeats earlier states."""
 
 
 class Moment(NamedTuple):
-    """Bytes of a rank at a moment, beside its training state.
+    """Device memory of a rank at one moment of a step, in bytes, without the training state.
 
     Args:
         grads: Gradients.
-        activations: Kept activations, and those of the layer at work.
-        logits: A chunk of logits, and what the loss keeps.
+        activations: Saved activations, and temporary tensors of the current layer.
+        logits: A chunk of logits, and the gradients that the loss saves.
         buckets: Buffers of collectives, and gathered parameters.
     """
 
@@ -54,7 +54,7 @@ class Moment(NamedTuple):
 
 
 def moments_of(job: Job, stage: int) -> Iterator[Moment]:
-    """Moments of a step on a pipeline stage."""
+    """Memory of a rank of a pipeline stage at each moment of a step that may be the peak."""
     accumulated = accumulated_bytes(job, stage)
     if job.config.optim.name == "muon":
         memory = max(work.memory for work in muon_work(job, stage))
@@ -70,7 +70,7 @@ def moments_of(job: Job, stage: int) -> Iterator[Moment]:
 
 
 def _backward(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
-    """Moments of backward passes: the first has most micro-batches in flight, later ones have gradients of others."""
+    """Moments of backward passes: the first has most micro-batches in flight, later ones have more gradients."""
     flights, chunks = in_flight(job, stage), job.config.parallel.virtual_pp
     kept, logits = kept_bytes(job, stage), _logits(job, stage)
     yield Moment(_earlier_grads(job, stage, accumulated), _held(job, stage, kept), logits)
@@ -86,7 +86,10 @@ def _backward(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
 
 
 def _forward(job: Job, stage: int, accumulated: int, gathered: int = 0) -> Iterator[Moment]:
-    """The forward pass of a rank whose only block is the model's first, which may keep little of it beside adapters."""
+    """Memory in the forward pass of a rank that, with adapters, holds only the model's first block.
+
+    The first block may save little, so that its forward pass may need more memory than its backward pass.
+    """
     if _is_first_block(job, stage):
         flights = in_flight(job, stage)
         others = _kept_of_blocks(job, stage) * (flights - 1) // flights
@@ -96,7 +99,7 @@ def _forward(job: Job, stage: int, accumulated: int, gathered: int = 0) -> Itera
 
 
 def _is_first_block(job: Job, stage: int) -> bool:
-    """True if a rank has the model's first block alone, beside adapters."""
+    """True if a rank's only block is the model's first, and the model has adapters."""
     kind = job.stages[stage]
     return job.adapters is not None and kind.first and kind.num_blocks == 1
 
@@ -108,12 +111,12 @@ def _working(job: Job, stage: int) -> int:
 
 
 def _repeats(job: Job, stage: int) -> bool:
-    """True if a backward pass comes before the last forward pass."""
+    """True if a step has a backward pass before its last forward pass."""
     return job.num_micro * job.config.parallel.virtual_pp > in_flight(job, stage)
 
 
 def _earlier_grads(job: Job, stage: int, accumulated: int) -> int:
-    """Gradients when most micro-batches are in flight; of a single group, those of the last chunk alone."""
+    """Bytes of gradients that exist when most micro-batches are in flight; for a single group, the last chunk's."""
     if not _repeats(job, stage):
         return 0
     parallel = job.config.parallel
@@ -123,7 +126,7 @@ def _earlier_grads(job: Job, stage: int, accumulated: int) -> int:
 
 
 def _split_bytes(job: Job, stage: int) -> int:
-    """Activations when a backward pass without weight gradients comes to its last block, all others of which wait."""
+    """Bytes of activations in a zero-bubble backward at its last block, when all others postpone weight gradients."""
     num_blocks, waiting = job.stages[stage].num_blocks, postponed_block_bytes(job)
     postponed = _postponed(job, stage)
     whole = in_flight(job, stage) - postponed - 1
@@ -132,11 +135,11 @@ def _split_bytes(job: Job, stage: int) -> int:
 
 
 def _reducing(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
-    """The last backward pass fills its first bucket; then the last bucket is on its way; then parameters are gathered.
+    """Moments of the gradient reduction: first bucket full, last bucket in transfer, and parameters being gathered.
 
-    Buckets exist beside what the last micro-batch still keeps. A replicated bucket is one flat copy. ZeRO-1 has a
-    bucket packed and scattered, and copies of what is padded or of another type. All parameters are gathered at once
-    after the update.
+    Buckets exist beside the activations that the last micro-batch still keeps. A replicated bucket is one flat copy.
+    ZeRO-1 has a packed and a scattered bucket, and copies of tensors that are padded or of another type. All parameters
+    are gathered at once after the update.
     """
     parallel = job.config.parallel
     precision = job.config.precision
@@ -168,11 +171,11 @@ def _reducing(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
 
 
 def _gathering(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
-    """Full sharding: the loss; the reduction of the output projection; the last block; the end of a backward pass.
+    """Moments under full sharding: loss, reduction of the output projection, last block, and end of a backward pass.
 
-    Gathered are the unit at work and those ahead, or all blocks, and always the parameters that are no unit alone.
-    Experts that ranks divide are gathered with the unit of their block. Of a unit the gradient exists in its own type
-    and in that of the reduction.
+    Gathered parameters are the current and prefetched units, or all blocks, and always the parameters that form no
+    separate unit. Experts divided between ranks are gathered with the unit of their block. A unit's gradient exists
+    both in its own type and in the type of the reduction.
     """
     parallel = job.config.parallel
     kind = job.stages[stage]
@@ -223,7 +226,7 @@ def _gathering(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
 
 
 def unit_blocks(job: Job, stage: int) -> int:
-    """Most blocks of a unit whose parameters are gathered at once."""
+    """Most blocks in one FSDP unit, whose parameters are gathered together."""
     fewest = job.config.parallel.unit_params
     if not fewest:
         return 1
@@ -238,7 +241,7 @@ def unit_blocks(job: Job, stage: int) -> int:
 
 
 def _held(job: Job, stage: int, kept: int) -> int:
-    """Kept bytes, and bytes of the present layer beyond the chunk of logits, which is free by then."""
+    """Saved bytes, plus the current layer's temporary tensors beyond the chunk of logits, which is free by then."""
     work = _working(job, stage) + job.frozen(stage).largest_matrix
     if job.stages[stage].last:
         work = max(0, max(work, norm_work_bytes(job)) - chunk_bytes(job))
@@ -252,7 +255,7 @@ def _logits(job: Job, stage: int) -> int:
 
 
 def kept_bytes(job: Job, stage: int) -> int:
-    """Activations kept for the backward passes of all micro-batches in flight, and the tensors of transfers."""
+    """Bytes of activations saved for the backward passes of all micro-batches in flight, and of transferred tensors."""
     return _on_device(job, _kept_of_blocks(job, stage)) + _beside_blocks(job, stage)
 
 
@@ -268,7 +271,7 @@ def _kept_of_blocks(job: Job, stage: int) -> int:
 
 
 def _kept_of_chunks(job: Job, stage: int) -> tuple[int, ...]:
-    """Bytes that the blocks of each chunk keep of a micro-batch."""
+    """Bytes that the blocks of each chunk save for one micro-batch."""
     kept = [num_blocks * block_bytes(job) for num_blocks in job.stages[stage].blocks]
     if job.stages[stage].first:
         kept[0] -= untracked_bytes(job)
@@ -276,21 +279,21 @@ def _kept_of_chunks(job: Job, stage: int) -> tuple[int, ...]:
 
 
 def offloaded_bytes(job: Job, stage: int) -> int:
-    """Activations of blocks in host memory."""
+    """Bytes of the blocks' activations that are offloaded to host memory."""
     if "activations" not in job.config.parallel.offload:
         return 0
     return _kept_of_blocks(job, stage)
 
 
 def _on_device(job: Job, of_blocks: int) -> int:
-    """Kept bytes of blocks on the device: of two blocks, one of them on its way, if others are in host memory."""
+    """Bytes of the blocks' activations on the device; with offload those of two blocks, one of them in transfer."""
     if "activations" in job.config.parallel.offload:
         return min(of_blocks, 2 * block_bytes(job))
     return of_blocks
 
 
 def last_kept_bytes(job: Job, stage: int) -> int:
-    """Activations kept when the backward passes of the last micro-batch begin."""
+    """Bytes of activations saved when the backward passes of the last micro-batch begin."""
     parallel, kept = job.config.parallel, _kept_of_chunks(job, stage)
     others = (parallel.virtual_pp - 1) * group_sizes(parallel.pp, job.num_micro)[-1]
     of_blocks = kept[-1] + others * max(kept[:-1], default=0)
@@ -298,7 +301,7 @@ def last_kept_bytes(job: Job, stage: int) -> int:
 
 
 def _beside_blocks(job: Job, stage: int) -> int:
-    """Bytes of the input of the final norm with a number per row, and of the tensors of transfers."""
+    """Bytes of activations outside the blocks: input of the final norm, a number per row, and transferred tensors."""
     num_bytes = 0
     if job.stages[stage].last:
         num_bytes += boundary_bytes(job) + job.sequence_rows * NORM_ROW_BYTES
@@ -308,7 +311,7 @@ def _beside_blocks(job: Job, stage: int) -> int:
 
 
 def in_flight(job: Job, stage: int) -> int:
-    """Most forwards of a pipeline rank, of any chunk, whose backward is still to come."""
+    """Most forwards of a pipeline rank, of any chunk, that await their backward."""
     parallel = job.config.parallel
     if parallel.pp == 1:
         return 1
@@ -319,7 +322,10 @@ def in_flight(job: Job, stage: int) -> int:
 
 
 def _postponed(job: Job, stage: int) -> int:
-    """Micro-batches in flight whose backward waits for its weight part alone, which keeps nothing beside adapters."""
+    """Number of micro-batches in flight of which only the weight gradients are still to be computed.
+
+    With adapters these micro-batches keep nothing.
+    """
     if job.config.parallel.schedule != "zero_bubble":
         return 0
     return in_flight(job, stage) - min(job.num_micro, num_warmup(job.config.parallel.pp, 1, job.num_micro, stage) + 1)
@@ -327,13 +333,13 @@ def _postponed(job: Job, stage: int) -> int:
 
 @lru_cache(maxsize=65_536)
 def most_kept(pp: int, num_micro: int, rank: int, kept: tuple[int, ...]) -> int:
-    """Most bytes of an interleaved rank, all chunks together, whose forward is done and whose backward is to come.
+    """Most bytes of activations that a rank of an interleaved schedule holds, over all chunks.
 
     Args:
-        pp: Ranks of the pipeline.
-        num_micro: Micro-batches.
-        rank: The rank.
-        kept: Bytes that each chunk keeps of a micro-batch.
+        pp: Number of pipeline ranks.
+        num_micro: Number of micro-batches.
+        rank: Pipeline rank.
+        kept: Bytes that each chunk saves for a micro-batch.
     """
     forwards: list[int] = []
     backwards: list[int] = []
@@ -348,7 +354,7 @@ def most_kept(pp: int, num_micro: int, rank: int, kept: tuple[int, ...]) -> int:
 
 
 def accumulated_bytes(job: Job, stage: int) -> int:
-    """Gradients before their reduction: `.grad`, or the sums of `parallel/data_parallel.py:Bucketed`."""
+    """Bytes of gradients before their reduction: `.grad`, or the sums of `parallel/data_parallel.py:Bucketed`."""
     entries = job.trained(stage)
     if job.is_fully_sharded:
         return entries.rows * accumulated_size(job)
@@ -356,7 +362,7 @@ def accumulated_bytes(job: Job, stage: int) -> int:
 
 
 def accumulated_size(job: Job) -> int:
-    """Bytes of the gradient of each stored entry before its reduction."""
+    """Bytes of the gradient per stored parameter, before its reduction."""
     if job.is_fully_sharded:
         return job.stored_size
     if job.num_micro > 1:
@@ -365,7 +371,7 @@ def accumulated_size(job: Job) -> int:
 
 
 def reduced_bytes(job: Job, stage: int) -> int:
-    """Gradients that the optimizer gets, in the type of the reduction."""
+    """Bytes of the gradients that the optimizer gets, in the type of the reduction."""
     parallel = job.config.parallel
     if job.is_fully_sharded or job.copies == 1:
         return accumulated_bytes(job, stage)

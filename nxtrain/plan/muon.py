@@ -1,6 +1,6 @@
-"""Work of Muon on one rank: operations, transfers and memory of whole matrices, and the entries with one mean.
+"""Predicted work of Muon on one rank: operations, transfers and memory, and the parameters with one running mean.
 
-Counts mirror `parallel/whole_matrices.py` and `optim/newton_schulz.py`.
+Counts follow `parallel/whole_matrices.py` and `optim/newton_schulz.py`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from nxtrain.plan.job import Job
 from nxtrain.plan.shapes import Entries, Stage, axis_of, sum_entries
 
 FP32_SHARE = {"trn1": 1 / 4, "trn2": 1 / 4, "trn3": 1 / 4, "cpu": 1.0}
-"""Rate of float32 products over that of bfloat16, by kind of machine; trn1: 47.5 of 190 TFLOPS."""
+"""Rate of float32 matrix products relative to bfloat16, by kind of machine; trn1: 47.5 of 190 TFLOPS."""
 
 GPU_FP32_SHARE = 1 / 16
-"""Rate of float32 products over that of bfloat16 on GPUs, without TF32; A100: 19.5 of 312 TFLOPS."""
+"""Rate of float32 matrix products relative to bfloat16 on GPUs, without TF32; A100: 19.5 of 312 TFLOPS."""
 
 
 class MuonWork(NamedTuple):
-    """Work of an update on one rank.
+    """Work of one Muon update on one rank.
 
     Args:
         flops: Operations of Newton-Schulz steps.
-        holders: Ranks of shard x tp, which exchange rows.
-        helpers: Replicas that share the work.
+        holders: Number of ranks of shard x tp, which exchange rows.
+        helpers: Number of replicas that divide the matrices.
         exchanged: Bytes that a rank sends to the other holders.
         gathered: Bytes that a rank sends to the other helpers.
         memory: Bytes of the largest round: rows, exchanges and products.
@@ -50,18 +50,18 @@ class MuonWork(NamedTuple):
 
 
 def hidden_specs(stage: Stage, tp: int) -> dict[str, ShardSpec]:
-    """Matrices of each block of a stage, by their names inside the block."""
+    """Sharding of the matrices of each block of a stage, by parameter name inside the block."""
     return {name: spec for name, spec in stage.block_specs(tp).items() if len(spec.shape) > 1}
 
 
 def _hidden_kinds(stage: Stage, tp: int) -> list[tuple[int, dict[str, ShardSpec]]]:
-    """Number and matrices of the blocks with experts, if the model has some, and of those without."""
+    """Number of blocks and their matrices, for blocks with experts and for blocks without."""
     with_experts = stage.num_blocks - stage.num_dense
     return [(with_experts, hidden_specs(stage, tp)), (stage.num_dense, hidden_specs(stage.dense, tp))]
 
 
 def hidden_entries(job: Job, stage: int) -> Entries:
-    """Entries of a stage that have one running mean; none if AdamW updates all."""
+    """Number of a stage's parameters that Muon updates, with one running mean each; none if AdamW updates all."""
     total = Entries(0, 0, 0)
     if job.config.optim.name == "muon":
         kind, tp = job.stages[stage], job.config.parallel.tp
@@ -71,7 +71,7 @@ def hidden_entries(job: Job, stage: int) -> Entries:
 
 
 def num_hidden(job: Job) -> int:
-    """Entries of the whole model that have one running mean."""
+    """Number of the whole model's parameters that Muon updates, with one running mean each."""
     if job.config.optim.name != "muon":
         return 0
     total = 0
@@ -82,7 +82,7 @@ def num_hidden(job: Job) -> int:
 
 
 def muon_work(job: Job, stage: int) -> tuple[MuonWork, ...]:
-    """Work of Muon on a rank of a stage: on matrices of all ranks of dp x cp, and on experts; empty without Muon."""
+    """Work of Muon on a rank of a stage: for matrices shared by dp x cp, then for experts; empty without Muon."""
     optim, parallel = job.config.optim, job.config.parallel
     if optim.name != "muon":
         return ()
@@ -113,7 +113,7 @@ def _work(  # 7 arguments that a search repeats
     for round_ in rounds:
         flops += matrix_flops(round_.spec, steps)
         piece = math.prod(piece_shape(round_.spec, axis, shard)) * EXCHANGED_BYTES
-        # Rows of the round's matrices and of all slots; slots before and after the work, and its result.
+        # Rows of the round's matrices and of all slots, slots before and after the exchange, and the results.
         slots = len(round_.names) + holders * (2 * helpers + 3)
         largest = max(math.prod(round_.spec.global_shape(segment)) for segment in round_.spec.segments)
         memory = max(memory, slots * piece + 3 * largest * EXCHANGED_BYTES)
@@ -121,7 +121,7 @@ def _work(  # 7 arguments that a search repeats
 
 
 def products_s(job: Job, stage: int, products: float) -> float:
-    """Seconds of Newton-Schulz steps.
+    """Seconds of the Newton-Schulz steps of an update.
 
     Args:
         job: The run.

@@ -1,4 +1,4 @@
-"""Predicted costs of a pipeline: step time, bubble, activations in flight, traffic."""
+"""Predicted costs of pipeline parallelism: step time, bubble, activations in flight, and traffic."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from nxtrain.parallel.simulate import Span, simulate
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineCosts:
-    """Pipeline with the costs of its virtual stages, each listed from the first virtual stage to the last.
+    """Pipeline and the costs of its virtual stages, each listed from the first virtual stage to the last.
 
     Args:
-        pp_size: Ranks.
+        pp_size: Number of pipeline ranks.
         virtual_pp: Model chunks of each rank; virtual stage s is chunk `s // pp_size` of rank `s % pp_size`.
         num_micro: Micro-batches of a step.
-        forward_s, backward_s: Time of a micro-batch, recomputation included.
-        kept_bytes: Activations kept from a forward until its backward, its input included.
+        forward_s, backward_s: Seconds of a micro-batch's forward and backward, recomputation included.
+        kept_bytes: Bytes of activations kept from a forward until its backward, the forward's input included.
         order: Order of the computations; with `zero_bubble`, `backward_s` excludes the weight part.
-        weight_s: With `zero_bubble`, time of the weight part.
+        weight_s: With `zero_bubble`, seconds of the weight part.
         postponed_bytes: With `zero_bubble`, bytes kept from a backward to its weight part: the input and the output
             gradient of every linear layer.
-        boundary_bytes: Size of the tensor that one stage sends to the next; its gradient is as large.
-        transfer_s: Time to send the tensor.
+        boundary_bytes: Bytes of the tensor that one stage sends to the next; its gradient is as large.
+        transfer_s: Seconds to send the tensor.
         blocking: True if a transfer keeps both ranks busy and waiting for each other.
     """
 
@@ -48,20 +48,20 @@ class PipelineCosts:
             costs += [self.weight_s, self.postponed_bytes]
         lengths = {len(cost) for cost in costs}
         assert lengths == {self.pp_size * self.virtual_pp}, "one cost for each virtual stage"
-        assert min(*self.forward_s, *self.backward_s, *self.weight_s) > 0, "every stage takes time"
+        assert min(*self.forward_s, *self.backward_s, *self.weight_s) > 0, "times must be positive"
 
     def play(self) -> tuple[Span, ...]:
-        """Simulate the schedule of a step: the spans of all actions on each rank."""
+        """Simulate the schedule of a step and return the time spans of all actions."""
         actions = schedule(self.pp_size, self.virtual_pp, self.num_micro, self.order)
         costs = self.forward_s, self.backward_s, self.transfer_s
         return simulate(actions, *costs, weight_s=self.weight_s, blocking=self.blocking)
 
     @property
     def ideal_bubble(self) -> float:
-        """Share of the step that ranks wait if stages are equal and transfers free, with p micro-batches or more.
+        """Bubble with equal stages and free transfers, as a share of the step, for at least `pp_size` micro-batches.
 
         Source: Narayanan et al. 2021 (arXiv:2104.04473) section 2.2: (p-1)/(m*v+p-1). Qi et al. 2024 (arXiv:2401.10241)
-        section 2.3 for ZB-H1: each rank waits (p-1)*(F+B-W); but at least for p-1 forwards, since the last does.
+        section 2.3 for ZB-H1: each rank waits (p-1)*(F+B-W), but at least for p-1 forwards, since the last rank does.
         """
         idle = self.pp_size - 1
         if self.order == "1f1b":
@@ -71,7 +71,7 @@ class PipelineCosts:
         return idle_s / (self.num_micro * (forward_s + backward_s + weight_s) + idle_s)
 
     def in_flight(self, rank: int) -> int:
-        """Most forwards of a rank, of any chunk, whose backward is not yet done, weight part included."""
+        """Most forwards of a rank, of any chunk, that await their backward, weight part included."""
         warmup = num_warmup(self.pp_size, self.virtual_pp, self.num_micro, rank)
         postponed = rank if self.order == "zero_bubble" else 0
         return min(self.num_micro * self.virtual_pp, warmup + 1 + postponed)
@@ -79,18 +79,19 @@ class PipelineCosts:
 
 @dataclass(frozen=True)
 class RankFigures:
-    """Figures of one rank of a pipeline in a step.
+    """Predicted or measured figures of one pipeline rank in a step.
 
     Args:
-        busy_s: Time of the rank's computations.
+        busy_s: Seconds of the rank's computations.
         bubble: Share of the step without computation.
-        forwards_in_flight: Most forwards, of any chunk, whose backward is still to come, or its weight part.
-        forwards_in_flight_formula: The same in closed form: the forwards of the rank's warm-up plus one; with
+        forwards_in_flight: Most forwards, of any chunk, that await their backward or its weight part.
+        forwards_in_flight_formula: The same number in closed form: the rank's warm-up forwards plus one; with
             `zero_bubble` p on every rank.
         activation_bytes: Peak of the activations held: kept by forwards, postponed by backwards, received early, or
-            computed and not yet sent. Up to three boundary tensors come on top, independent of the number of
-            micro-batches: the last sent in each direction, and the template for received tensors.
-        sent_bytes, received_bytes: Activations and gradients; equal, since each sent tensor has a received gradient.
+            computed and not yet sent. Not included are up to three boundary tensors, for any number of micro-batches:
+            the last tensor sent in each direction, and the template for received tensors.
+        sent_bytes, received_bytes: Bytes of activations and gradients; equal, since each sent tensor has a received
+            gradient.
     """
 
     busy_s: float
@@ -104,10 +105,10 @@ class RankFigures:
 
 @dataclass(frozen=True)
 class PipelineFigures:
-    """Figures of a pipeline in a step.
+    """Predicted or measured figures of a pipeline in a step.
 
     Args:
-        step_s: Time from the first forward to the last backward.
+        step_s: Seconds from the start of the first forward to the end of the last backward.
         bubble: Share of all ranks' time without computation.
         ideal_bubble: Bubble with equal stages and free transfers.
         ranks: Figures of each rank.
@@ -120,11 +121,11 @@ class PipelineFigures:
 
 
 def figures(pipeline: PipelineCosts, spans: Sequence[Span] = ()) -> PipelineFigures:
-    """Figures of a step.
+    """Compute the figures of a pipeline step, from simulated or measured time spans.
 
     Args:
         pipeline: Pipeline with its costs.
-        spans: Measured spans, in order for each rank; empty: the spans that `pipeline.play` simulates.
+        spans: Measured spans, in order for each rank; if empty, `pipeline.play` simulates them.
     """
     spans = spans or pipeline.play()
     step_s = elapsed_s(computations(spans))
@@ -138,7 +139,7 @@ def figures(pipeline: PipelineCosts, spans: Sequence[Span] = ()) -> PipelineFigu
 
 
 def computations(spans: Sequence[Span]) -> list[Span]:
-    """Spans of forwards and backwards, whole or in parts."""
+    """Select the time spans of computations, without those of transfers."""
     return [span for span in spans if not span.action.is_transfer]
 
 

@@ -1,4 +1,4 @@
-"""Prediction for one layout: memory that fits or not, step time, checkpoints, goodput, days and cost."""
+"""Prediction for one layout: device memory, step time, checkpoints, goodput, days and cost."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ Source: Grattafiori et al. 2024 (arXiv:2407.21783) section 3.3.4.
 """
 
 STORE_BYTES_S = 1e9
-"""Bytes per second that one machine writes to a store, where none are given: one GB/s."""
+"""Default rate at which one machine writes to the checkpoint store, in bytes per second."""
 
 RESTART_S = 600.0
-"""Seconds from a failure to the next step, where none are given."""
+"""Default time from a failure to the next step, in seconds."""
 
 COPY_BYTES_S = 5e9
-"""Bytes per second of a copy from the devices of one machine to its memory, during which training waits."""
+"""Rate of copies from one machine's devices to host memory, in bytes per second; training waits for the copies."""
 
 LEAST_GOODPUT = 1e-6
-"""Share of the time below which a run does not end."""
+"""Goodput below which a run is predicted never to finish."""
 
 COMPILE_BYTES = 64 * GIB
-"""Host memory of one compilation at a time, as `nxtrain compile --workers` reckons."""
+"""Host memory in bytes for one compilation process, as `nxtrain compile --workers` assumes."""
 
 CHINCHILLA = 20
 """Tokens per parameter of a compute-optimal run.
@@ -51,16 +51,16 @@ Source: Hoffmann et al. 2022 (arXiv:2203.15556).
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Values that a configuration does not have.
+    """Values that a prediction needs and a configuration does not have.
 
     Args:
-        tokens: Tokens of the run; 0: those of train.steps.
-        data_bytes: Bytes of the data set with these tokens; 0: unknown.
-        device_hours: Hours of a device that the run may take, which give its tokens; 0: the tokens are given.
-        store_bytes_s: Bytes per second that one machine writes to the store of checkpoints.
-        mtbf_s: Mean time between failures of the run; 0: from the number of devices.
-        price_usd_h: Price of a machine's hour; None: that of the table.
-        unknown_length: Reason why the length of the run is unknown; empty: it is known.
+        tokens: Tokens of the run; 0 for the tokens of `train.steps`.
+        data_bytes: Bytes of the data set with these tokens; 0 if unknown.
+        device_hours: Device hours that the run may take, from which its tokens follow; 0 if the tokens are given.
+        store_bytes_s: Bytes per second that one machine writes to the checkpoint store.
+        mtbf_s: Mean time between failures of the run in seconds; 0 to derive it from the number of devices.
+        price_usd_h: Price of a machine per hour in USD; None for the price in the table of machines.
+        unknown_length: Reason why the length of the run is unknown; empty if the length is known.
     """
 
     tokens: float = 0.0
@@ -74,13 +74,13 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Prediction for a layout.
+    """Predicted memory, time and cost of a run with one layout.
 
     Args:
         job: The run.
         assumed: Values that the configuration does not have.
-        stage: Pipeline stage whose ranks need most memory.
-        bytes: Memory of such a rank.
+        stage: Pipeline stage whose ranks need most device memory.
+        bytes: Device memory of a rank of this stage.
         time: Time of a step.
     """
 
@@ -92,13 +92,13 @@ class Prediction:
 
     @staticmethod
     def of(job: Job, assumed: Assumptions) -> Prediction:
-        """Prediction for a run."""
+        """Compute the prediction for a job."""
         stage, num_bytes = rank_bytes(job)
         return Prediction(job, assumed, stage, num_bytes, step_time(job))
 
     @property
     def reasons(self) -> list[str]:
-        """Reasons why the run does not fit its machines; none if it fits."""
+        """Reasons why the run does not fit on its machines; empty if the run fits."""
         machine = self.job.machine
         num_devices = machine.devices * self.job.nodes
         reasons = []
@@ -117,12 +117,12 @@ class Prediction:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of all ranks per second."""
+        """Throughput of all ranks together, in tokens per second."""
         return self.job.tokens_per_step / self.time.step_s
 
     @property
     def tokens(self) -> float | None:
-        """Tokens of the run: as given, by train.steps, or those that fit the hours of the devices; None if unknown."""
+        """Tokens of the run: as given, by `train.steps`, or as many as the device hours allow; None if unknown."""
         if self.assumed.unknown_length:
             return None
         if self.assumed.device_hours:
@@ -141,28 +141,28 @@ class Prediction:
 
     @cached_property
     def ramp(self) -> tuple[RampPart, ...]:
-        """Parts of a run with ramps; none without, or where the length is unknown."""
+        """Parts of a run with a batch or sequence length ramp; empty without a ramp or if the length is unknown."""
         if self.tokens is None:
             return ()
         return ramp_parts(self.job, self._num_steps(self.tokens))
 
     @property
     def device_hours(self) -> float | None:
-        """Hours of all devices in `days`."""
+        """Device hours of the run without failures, over all devices; None if the length of the run is unknown."""
         if self.days is None:
             return None
         return self.days * DAY_S / HOUR_S * self.job.world
 
     @property
     def price_usd_h(self) -> float | None:
-        """Price of a machine's hour; None if it is unknown."""
+        """Price of a machine per hour in USD; None if unknown."""
         if self.assumed.price_usd_h is None:
             return self.job.machine.price_usd_h
         return self.assumed.price_usd_h
 
     @property
     def cost_usd(self) -> float | None:
-        """Cost of `days` on all machines; None without a price or days."""
+        """Cost of the run on all machines in USD, without failures; None if the price or the length is unknown."""
         price, days = self.price_usd_h, self.days
         if price is None or days is None:
             return None
@@ -170,12 +170,12 @@ class Prediction:
 
     @property
     def trained_params(self) -> int:
-        """Parameters of the whole model that are trained."""
+        """Number of trained parameters of the whole model."""
         return trained_params(self.job)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint of the whole run; a frozen model stays in the folder that it came from."""
+        """Bytes of a checkpoint of the whole run, without a frozen model, which checkpoints do not contain."""
         return checkpoint_bytes(self.job, self.trained_params)
 
     def failures(self) -> Failures:
@@ -189,7 +189,7 @@ class Prediction:
         return Failures(mtbf_s=mtbf_s, stall_s=write_s, restart_s=RESTART_S)
 
     def to_json(self) -> dict[str, Any]:
-        """The prediction as JSON; the first keys are a contract."""
+        """Prediction as a JSON object, whose first keys keep their names across versions."""
         time, job = self.time, self.job
         return {
             "fits": not self.reasons,
@@ -232,7 +232,7 @@ class Prediction:
         }
 
     def _model_bytes_json(self) -> dict[str, int]:
-        """Bytes of the whole model's training state, whatever ranks hold of it."""
+        """Bytes of the whole model's training state, independent of the layout."""
         job, trained = self.job, self.trained_params
         frozen = 0
         if job.adapters is not None:
@@ -304,14 +304,14 @@ class Prediction:
         }
 
     def _num_steps(self, tokens: float) -> int:
-        """Number of updates that consume a number of tokens."""
+        """Number of optimizer updates that consume a number of tokens."""
         train = self.job.config.train
         if not train.batch_ramp:
             return math.ceil(tokens / self.job.tokens_per_step)
         return train.batch_sizes().steps_for(tokens / train.seq_len)
 
     def _compile_json(self) -> dict[str, Any]:
-        """Graphs of a step on lazy devices: one of a micro-batch and one of the update, for each pipeline stage."""
+        """Number of graphs to compile on lazy devices: micro-batch and update graphs of each pipeline stage."""
         if not self.job.is_lazy:
             return {"graphs": 0, "host_bytes": 0}
         parallel = self.job.config.parallel
@@ -333,7 +333,7 @@ class Prediction:
 
 
 def layout_json(job: Job) -> Mapping[str, Any]:
-    """Values of the configuration that make a layout."""
+    """Configuration values that define a layout, as a JSON object."""
     parallel, train = job.config.parallel, job.config.train
     return {
         "tp": parallel.tp,

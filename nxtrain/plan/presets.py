@@ -1,4 +1,4 @@
-"""Dimensions of published models, also of models that nxtrain does not train, and sizes of data sets."""
+"""Dimensions of published models, including models that nxtrain does not train, and sizes of published data sets."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from nxtrain.common.dimensions import Dimensions
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of a published model.
+    """Dimensions of a published model, and their source.
 
     Args:
-        dimensions: The dimensions.
-        seq_len: Tokens of its sequences.
+        dimensions: Dimensions of the model.
+        seq_len: Tokens of the model's training sequences.
         source: Publication.
     """
 
@@ -24,11 +24,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Size of a data set.
+    """Size of a published data set.
 
     Args:
-        tokens: Tokens, by its publisher's tokenizer.
-        bytes: Size on disk; None: not published with the tokens.
+        tokens: Number of tokens, by the publisher's tokenizer.
+        bytes: Bytes on disk; None if not published with the tokens.
         source: Publication.
     """
 
@@ -79,7 +79,7 @@ SHAPES = {
     "bloom-7.1b": Shape(_gpt(250_880, 4096, 30, 32, positions=0), 2048, _BLOOM),
     "bloom-176b": Shape(_gpt(250_880, 14_336, 70, 112, positions=0), 2048, _BLOOM),
 }
-"""Models by name; `nxtrain train` has no code for them."""
+"""Published models by name, for predictions only; `nxtrain train` has no code for them."""
 
 DATASETS = {
     "wikitext": Dataset(100e6, 750e6, "AWS slides on foundation models, 2025-02"),
@@ -89,4 +89,4 @@ DATASETS = {
     "redpajama-v2": Dataset(30e12, 170e12, "AWS slides on foundation models, 2025-02; RedPajama-Data-v2"),
     "slimpajama": Dataset(627e9, 895e9, "Soboleva et al. 2023, SlimPajama-627B"),
 }
-"""Data sets by name."""
+"""Published data sets by name."""

@@ -1,4 +1,4 @@
-"""Parts of a run whose global batch or sequences grow: updates, tokens, time and operations of each."""
+"""Parts of a run with a ramp of global batch or sequence length: updates, tokens, time and operations of each part."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from nxtrain.plan.speed import StepTime, step_time
 from nxtrain.plan.work import model_flops_per_token
 
 FOREVER = 1 << 50
-"""Updates beyond the end of every ramp and of every run."""
+"""Number of updates beyond the end of any ramp and any run."""
 
 
 @dataclass(frozen=True)
 class RampPart:
-    """Adjacent updates of the same size.
+    """Part of a run with a ramp: adjacent updates with equal global batch and sequence length.
 
     Args:
-        job: The run with the global batch and the sequence length of these updates.
+        job: The run with the global batch and the sequence length of this part.
         steps: Number of updates.
         time: Time of an update.
     """
@@ -31,21 +31,21 @@ class RampPart:
 
     @property
     def tokens(self) -> int:
-        """Tokens of these updates."""
+        """Number of tokens of the part's updates."""
         return self.steps * self.job.tokens_per_step
 
     @property
     def seconds(self) -> float:
-        """Time of these updates."""
+        """Seconds of the part's updates."""
         return self.steps * self.time.step_s
 
     @property
     def flops(self) -> float:
-        """Operations of forward and backward passes, without recomputation."""
+        """Floating-point operations of the part's forward and backward passes, without recomputation."""
         return float(self.tokens) * model_flops_per_token(self.job)
 
     def to_json(self) -> dict[str, Any]:
-        """The part as JSON."""
+        """Part of the ramp as a JSON object."""
         return {
             "steps": self.steps,
             "global_batch": self.job.config.train.global_batch,
@@ -58,7 +58,7 @@ class RampPart:
 
 
 def ramp_parts(job: Job, steps: int) -> tuple[RampPart, ...]:
-    """Parts of a run of so many updates, in order; none without a ramp."""
+    """Parts of a run with `steps` updates, in order; empty without a ramp."""
     train = job.config.train
     if not train.batch_ramp and not train.seq_ramp:
         return ()
@@ -72,12 +72,12 @@ def ramp_parts(job: Job, steps: int) -> tuple[RampPart, ...]:
 
 
 def tokens_within(job: Job, limit_s: float, tokens_per_s: float) -> float:
-    """Tokens of a run that ends after a time, at the speed of each part of its ramps.
+    """Number of tokens that a run trains on within a time limit, at the speed of each part of its ramps.
 
     Args:
         job: The run.
         limit_s: Seconds that the run may take.
-        tokens_per_s: Speed without a ramp, and after it.
+        tokens_per_s: Tokens per second without a ramp, and after a ramp.
     """
     tokens, left_s = 0.0, limit_s
     for part in ramp_parts(job, FOREVER):

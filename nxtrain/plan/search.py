@@ -1,4 +1,4 @@
-"""Layouts of a run on its machines: feasible ones by predicted speed, and a reason for every other one."""
+"""Search for the layouts of a run on its machines: feasible layouts by speed, and reasons against all others."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ REMATS: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective",
 MAX_PP = 64
 MAX_MICRO_BATCH = 8
 MIN_POSITIONS = 4096
-"""Fewest positions of a sequence on a rank for which a search tries context parallelism."""
+"""Fewest positions of a sequence per rank for which a search tries context parallelism."""
 
 CHUNKS = (1, 2, 4)
-"""Values of parallel.virtual_pp."""
+"""Values of `parallel.virtual_pp` that a search tries."""
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """A layout that cannot run, with the reason."""
+    """Layout that cannot run, with the reason."""
 
     job: Job
     reason: str
@@ -43,7 +43,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Result of a search.
+    """Layouts that a search found.
 
     Args:
         layouts: Predictions of layouts that fit, fastest first.
@@ -55,7 +55,7 @@ class SearchResult:
 
     @property
     def reason(self) -> str:
-        """Sentences on the fastest layout: its longest part, and the part that slows the next layout."""
+        """Explanation of the fastest layout: its longest part of a step, and the part that slows the next layout."""
         if not self.layouts:
             return ""
         best, *others = self.layouts
@@ -71,7 +71,7 @@ class SearchResult:
         return f"{said} The next, {_layout(second.job)}, takes {more:.1%} longer, most of it by {slowed}."
 
     def to_json(self) -> dict[str, Any]:
-        """The result as JSON."""
+        """Result of the search as a JSON object."""
         return {
             "reason": self.reason,
             "layouts": [layout.to_json() for layout in self.layouts],
@@ -91,9 +91,9 @@ def _layout(job: Job) -> str:
 def search(
     dimensions: Dimensions, machine: Machine, nodes: int, config: RunConfig, assumed: Assumptions
 ) -> SearchResult:
-    """Try the degrees, modes of sharding, orders, micro-batches and recomputation that use all devices.
+    """Search over degrees, sharding modes, pipeline schedules, micro-batches and recomputation that use all devices.
 
-    Of the orders, micro-batches and recomputation of one set of degrees, the fastest that fits is kept.
+    For each set of degrees and sharding, only the fastest fitting schedule, micro-batch and recomputation is kept.
     """
     layouts: list[Prediction] = []
     rejected: list[Rejected] = []
@@ -112,9 +112,13 @@ def search(
 
 
 def _try(job: Job, assumed: Assumptions) -> tuple[list[Prediction], Job]:
-    """Predictions of the details of a layout that fit, and the detail that needs least memory if none does.
+    """Predict the variants of a layout in schedule, micro-batch and recomputation.
 
-    Recomputation only costs time, so of each micro-batch the first that fits has as little of it as possible.
+    Recomputation only costs time, so for each schedule and micro-batch only the variant with the least recomputation
+    that fits is kept.
+
+    Returns:
+        Predictions of the variants that fit, and the variant that needs least memory if none fits.
     """
     fitting: list[Prediction] = []
     least, least_bytes = job, -1
@@ -130,7 +134,7 @@ def _try(job: Job, assumed: Assumptions) -> tuple[list[Prediction], Job]:
 
 
 def impossible(job: Job) -> Iterator[Problem]:
-    """Reasons why a layout cannot exist, whatever its memory: the rules of a run, and those of the machines."""
+    """Reasons why a layout cannot exist at any memory size: rules of the configuration and of the machines."""
     parallel, dimensions = job.config.parallel, job.dimensions
     kv_heads = dimensions.num_kv_heads
     if dimensions.num_heads % parallel.tp:
@@ -173,7 +177,7 @@ def _degrees_of(dimensions: Dimensions) -> str:
 def _degrees(dimensions: Dimensions, machine: Machine, nodes: int, config: RunConfig) -> Iterator[Job]:
     lazy = Job(dimensions, machine, nodes, config).is_lazy
     seq_len, mixture = config.train.seq_len, dimensions.mixture
-    most_cp = max(1, seq_len // MIN_POSITIONS)  # leaves a rank a long part of a sequence
+    most_cp = max(1, seq_len // MIN_POSITIONS)  # so that each rank has at least `MIN_POSITIONS` positions
     for tp, pp, copies in _products(dimensions, machine, nodes):
         context_degrees = [cp for cp in divisors(copies) if cp <= most_cp and seq_len % cp == 0]
         expert_degrees = [1]
@@ -206,7 +210,7 @@ def _degrees(dimensions: Dimensions, machine: Machine, nodes: int, config: RunCo
 
 
 def _products(dimensions: Dimensions, machine: Machine, nodes: int) -> Iterator[tuple[int, int, int]]:
-    """Degrees of tp and pp, and the ranks that they leave to dp x cp."""
+    """Degrees of tp and pp, and the number of remaining ranks for dp x cp."""
     world = machine.devices * nodes
     for tp in divisors(machine.devices):
         for pp in divisors(world // tp):
@@ -215,7 +219,7 @@ def _products(dimensions: Dimensions, machine: Machine, nodes: int) -> Iterator[
 
 
 def _details(job: Job) -> Iterator[Iterator[Job]]:
-    """The layout in each order of its pipeline and each micro-batch that divides the batch; of each, all remats."""
+    """Variants of a layout: a group for each schedule and micro-batch, with one variant for each recomputation."""
     per_rank = job.config.train.global_batch // job.config.parallel.dp
     for virtual_pp, schedule in orders(job):
         parallel = job.config.parallel.model_copy(update={"virtual_pp": virtual_pp, "schedule": schedule})
@@ -229,7 +233,7 @@ def _with(job: Job, parallel: ParallelConfig, micro_batch: int, remat: str) -> J
 
 
 def orders(job: Job) -> list[tuple[int, Order]]:
-    """Values of virtual_pp and of the schedule that the stages' blocks and the layout allow."""
+    """Values of `virtual_pp` and of the schedule that the number of blocks and the layout allow."""
     parallel = job.config.parallel
     if parallel.pp == 1:
         return [(1, "1f1b")]

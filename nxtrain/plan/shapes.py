@@ -1,4 +1,4 @@
-"""Stages of a pipeline, and the entries of their parameters on one rank."""
+"""Kinds of pipeline stages, and the number of parameters of a stage on one rank."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from nxtrain.common.stages import StagePart, split_layers, split_layers_at
 
 @dataclass(frozen=True)
 class Entries:
-    """Number of entries of some parameters.
+    """Number of elements in a group of parameters.
 
     Args:
-        local: Entries of a tensor parallel rank.
-        rows: Entries of the same that the first of the ranks sharing training state holds, padding included.
-        largest: Local entries of the largest parameter.
-        padded: Local entries of the parameters whose rows these ranks cannot share evenly.
-        experts: Local entries of experts.
+        local: Elements on a tensor parallel rank.
+        rows: Elements in the rows of the first rank that shares training state, padding included.
+        largest: Local elements of the largest parameter.
+        padded: Local elements of parameters whose rows these ranks cannot share evenly.
+        experts: Local elements of experts.
     """
 
     local: int
@@ -34,12 +34,12 @@ class Entries:
     experts: int = 0
 
     def times(self, number: int) -> Entries:
-        """Entries of a number of equal blocks."""
+        """Counts for `number` equal blocks: all counts multiplied, except the largest parameter."""
         largest = self.largest if number else 0
         return Entries(number * self.local, number * self.rows, largest, number * self.padded, number * self.experts)
 
     def plus(self, other: Entries) -> Entries:
-        """Entries of both."""
+        """Counts for two groups of parameters together."""
         return Entries(
             self.local + other.local,
             self.rows + other.rows,
@@ -51,13 +51,13 @@ class Entries:
 
 @lru_cache(maxsize=1024)
 def axis_of(size: int) -> Axis:
-    """Axis of a number of ranks, of which this is the first, which holds the most."""
+    """Tensor parallel axis of a given size, as seen from its first rank, which holds the most."""
     return Axis("tp", 0, (tuple(range(size)),))
 
 
 @lru_cache(maxsize=65_536)
 def _spec_entries(spec: ShardSpec, tp: int, shard: int) -> Entries:
-    """Entries of a parameter: `ShardSpec.local_shape` over tp, and `row_cut` of its first dimension over `shard`."""
+    """Elements of one parameter: `ShardSpec.local_shape` over tp, and `row_cut` of its first dimension over `shard`."""
     shape = spec.local_shape(axis_of(tp))
     local = math.prod(shape)
     rows = -(-shape[0] // shard) * math.prod(shape[1:])
@@ -66,13 +66,13 @@ def _spec_entries(spec: ShardSpec, tp: int, shard: int) -> Entries:
 
 
 def sum_entries(specs: Mapping[str, ShardSpec], tp: int, shard: int, ep: int = 1) -> Entries:
-    """Sum of the entries of some parameters that a rank holds.
+    """Number of elements of some parameters that a rank holds, summed over the parameters.
 
     Args:
         specs: Sharding of each parameter.
-        tp: Ranks that share each layer.
-        shard: Ranks that share the rows of every parameter but those of experts.
-        ep: Ranks that share the experts; of `shard` ranks, every `ep`-th has the same experts.
+        tp: Number of tensor parallel ranks.
+        shard: Number of ranks that shard the rows of every parameter, except experts.
+        ep: Number of ranks that divide the experts; every `ep`-th of the `shard` ranks has the same experts.
     """
     total = Entries(0, 0, 0)
     for spec in specs.values():
@@ -83,14 +83,14 @@ def sum_entries(specs: Mapping[str, ShardSpec], tp: int, shard: int, ep: int = 1
 
 @dataclass(frozen=True)
 class Stage:
-    """Kind of a pipeline rank's stage.
+    """Kind of pipeline stage; stages of one kind have the same parameters.
 
     Args:
         dimensions: Dimensions of the model.
         blocks: Number of blocks of each chunk.
         first, last: The rank has the embedding, and the output projection.
         fused_qkv, fused_gate_up: As in `[model]`.
-        ep: Ranks that share the experts of a block.
+        ep: Number of ranks that divide the experts of a block.
         num_dense: Blocks without experts, in a model whose other blocks have experts.
     """
 
@@ -105,20 +105,20 @@ class Stage:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all chunks."""
+        """Number of blocks of all chunks."""
         return sum(self.blocks)
 
     @property
     def dense(self) -> Stage:
-        """Stage with the same blocks of a model in which no block has experts."""
+        """Same stage for a model in which no block has experts."""
         return replace(self, dimensions=self.dimensions.dense, ep=1, num_dense=0)
 
     def block_specs(self, tp: int, ep_rank: int = 0) -> dict[str, ShardSpec]:
-        """Parameters of each block, by names inside the block; in a model with experts, of a block that has them.
+        """Sharding of a block's parameters, by name inside the block; of a block with experts, if the model has any.
 
         Args:
-            tp: Ranks that share each layer.
-            ep_rank: Position of the rank among those that share the experts.
+            tp: Number of tensor parallel ranks.
+            ep_rank: Position of the rank among the ranks that divide the experts.
         """
         dimensions = self.dimensions
         specs = block_specs(dimensions, tp, fused_qkv=self.fused_qkv, fused_gate_up=self.fused_gate_up)
@@ -130,12 +130,12 @@ class Stage:
         return specs | {f"{mixture.module}.{name}": spec for name, spec in own.items()}
 
     def rest_specs(self) -> dict[str, ShardSpec]:
-        """Parameters outside the blocks."""
+        """Sharding of the parameters outside the blocks, by name."""
         return rest_specs(self.dimensions, first=self.first, last=self.last)
 
     @property
     def lone_units(self) -> tuple[str, ...]:
-        """Parameters that full sharding gathers alone: embedding and output projection, unless one matrix is both."""
+        """Parameters that full sharding gathers separately: embedding and output projection, unless they are tied."""
         if self.first and self.last and self.dimensions.tied:
             return ()
         names = (EMBEDDING,) if self.first else ()
@@ -146,7 +146,7 @@ class Stage:
 def stage_parts(
     dimensions: Dimensions, seq_len: int, pp: int, virtual_pp: int, cuts: tuple[int, ...] = ()
 ) -> list[tuple[StagePart, ...]]:
-    """Parts of every pipeline rank, as `train/build.py` deals them."""
+    """Parts of the model on every pipeline rank, as `train/build.py` assigns them."""
     if cuts:
         parts = split_layers_at(dimensions.num_layers, cuts)
     else:
@@ -156,7 +156,7 @@ def stage_parts(
 
 @lru_cache(maxsize=1024)
 def pipeline_stages(shape: Stage, seq_len: int, pp: int, virtual_pp: int, cuts: tuple[int, ...]) -> tuple[Stage, ...]:
-    """Stage of every pipeline rank; `shape` has what they share."""
+    """Description of every pipeline rank's stage; `shape` has the properties that all stages share."""
     stages = []
     for parts in stage_parts(shape.dimensions, seq_len, pp, virtual_pp, cuts):
         blocks = tuple(len(part.blocks) for part in parts)
@@ -168,7 +168,7 @@ def pipeline_stages(shape: Stage, seq_len: int, pp: int, virtual_pp: int, cuts: 
 
 @lru_cache(maxsize=65_536)
 def stage_entries(stage: Stage, tp: int, shard: int) -> Entries:
-    """Entries of all parameters of a stage."""
+    """Number of elements of all parameters of a stage."""
     blocks = block_entries(stage, tp, shard).times(stage.num_blocks - stage.num_dense)
     dense = block_entries(stage.dense, tp, shard).times(stage.num_dense)
     return blocks.plus(dense).plus(rest_entries(stage, tp, shard))
@@ -176,18 +176,18 @@ def stage_entries(stage: Stage, tp: int, shard: int) -> Entries:
 
 @lru_cache(maxsize=65_536)
 def block_entries(stage: Stage, tp: int, shard: int) -> Entries:
-    """Entries of one block of a stage; in a model with experts, of a block that has them."""
+    """Number of elements of one block's parameters; in a model with experts, of a block with experts."""
     return sum_entries(stage.block_specs(tp), tp, shard, stage.ep)
 
 
 @lru_cache(maxsize=65_536)
 def rest_entries(stage: Stage, tp: int, shard: int) -> Entries:
-    """Entries of a stage's parameters outside of its blocks."""
+    """Number of elements of a stage's parameters outside of its blocks."""
     return sum_entries(stage.rest_specs(), tp, shard)
 
 
 class OuterUnits(NamedTuple):
-    """Local entries of the units of full sharding outside the blocks; `rest` is what is no unit alone."""
+    """Elements per tp rank of the full-sharding units outside the blocks; `rest` has no separate unit."""
 
     embedding: int
     head: int
@@ -196,7 +196,7 @@ class OuterUnits(NamedTuple):
 
 @lru_cache(maxsize=65_536)
 def outer_units(stage: Stage, tp: int) -> OuterUnits:
-    """Units of a stage outside its blocks."""
+    """Elements of the units of full sharding outside a stage's blocks."""
     entries = {name: sum_entries({name: spec}, tp, 1).local for name, spec in stage.rest_specs().items()}
     alone = {name: entries.pop(name) for name in stage.lone_units}
     return OuterUnits(alone.get(EMBEDDING, 0), alone.get(HEAD, 0), sum(entries.values()))

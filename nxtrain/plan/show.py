@@ -1,4 +1,4 @@
-"""Tables of predictions for the terminal."""
+"""Tables of predictions on the terminal, printed by `nxtrain plan`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from nxtrain.plan.search import SearchResult
 
 GIB = 1 << 30
 WIDTH = 118
-"""Columns where the output is not a terminal."""
+"""Columns of a table if the output is not a terminal."""
 
 
 def console() -> Console:
-    """Console of the standard output; a file or a pipe has no width to fit."""
+    """Console on standard output; a file or a pipe gets a fixed width."""
     return Console(width=None if sys.stdout.isatty() else WIDTH, markup=False, highlight=False)
 
 
@@ -78,7 +78,7 @@ def _rows(prediction: Prediction) -> list[tuple[str, str, str]]:
     ]
     if prediction.job.backend == ON_GPUS:
         kernel = choose_torch(ON_GPUS, prediction.job.config.backend.attention, prediction.job.attention_shape)
-        assert kernel is not None, "a GPU announces its kernel"
+        assert kernel is not None, "choose_torch always returns a kernel on a GPU"
         rows.append(("attention", kernel.kind, kernel.reason))
     elif prediction.job.attention_shape.limits or prediction.job.attention == "blocked":
         rows.append(("attention", prediction.job.attention, _attention_cost(prediction.job)))
@@ -117,7 +117,7 @@ def _rows(prediction: Prediction) -> list[tuple[str, str, str]]:
 
 
 def _ramps(prediction: Prediction) -> list[tuple[str, str, str]]:
-    """Rows of the parts of a run whose batches or sequences grow; none without a ramp."""
+    """Table rows for the parts of a run with a batch or sequence length ramp; empty without a ramp."""
     rows = []
     for number, part in enumerate(prediction.ramp, 1):
         sequences = f"{part.job.config.train.global_batch:,} rows"
@@ -147,7 +147,7 @@ def _data_set(run: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _attention_cost(job: Job) -> str:
-    """Cost of the attention to other keys than all before a query, or of a long row, in words."""
+    """Description of the cost of attention with a window or document mask, or over a long row."""
     limits = "; ".join(job.attention_shape.limits)
     if job.attention == "blocked":
         cost = job.attention_shape.blocks_cost(job.backend)
@@ -156,7 +156,7 @@ def _attention_cost(job: Job) -> str:
 
 
 def show_search(result: SearchResult, note: str, top: int) -> None:
-    """Print the layouts of a search, and the reasons against the others."""
+    """Print the layouts that a search found, and the reasons against rejected layouts."""
     screen = console()
     if note:
         screen.print(note)
@@ -199,7 +199,7 @@ def show_search(result: SearchResult, note: str, top: int) -> None:
 
 
 def show_trace(compared: Mapping[str, tuple[int, int]]) -> None:
-    """Print predicted bytes beside those of a trace; nothing without one."""
+    """Print predicted bytes beside the bytes of a traced step; print nothing without a trace."""
     if not compared:
         return
     table = Table("one rank on fake tensors", "predicted GiB", "traced GiB", "error", box=box.SIMPLE_HEAD)

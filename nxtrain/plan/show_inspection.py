@@ -1,4 +1,4 @@
-"""Tables of an inspection for the terminal, in which equal blocks and equal stages are one row."""
+"""Tables of `nxtrain inspect` on the terminal, with equal blocks and equal stages merged into one row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ MIB = 1 << 20
 
 
 def show_inspection(inspection: Inspection, rank: int | None, *, tree: bool) -> None:
-    """Print the model, the stages, and with `tree` the parameters; of one rank if it is given."""
+    """Print the model, its stages, and with `tree` the parameters.
+
+    Args:
+        inspection: Facts to print.
+        rank: Rank whose tensors are printed; None for the first rank of every stage.
+        tree: Print the parameters too.
+    """
     screen, chosen = console(), inspection.chosen(rank)
     for line in _model_lines(inspection):
         screen.print(line)
@@ -68,7 +74,7 @@ def _model_lines(inspection: Inspection) -> Iterator[str]:
 
 
 def _stage_rows(ranks: Sequence[Rank]) -> Iterator[tuple[str, ...]]:
-    """Rows of stages; adjacent stages that differ in the numbers of their blocks alone are one."""
+    """Table rows of stages; adjacent stages are one row if they differ only in the indices of their blocks."""
 
     def likeness(rank: Rank) -> object:
         lengths = tuple(len(chunk) for chunk in rank.blocks)
@@ -91,7 +97,7 @@ def _stage_rows(ranks: Sequence[Rank]) -> Iterator[tuple[str, ...]]:
 
 
 def _ranges(chunks: Sequence[range]) -> str:
-    """Text of blocks by their first and last index."""
+    """Ranges of block indices as text, by first and last index."""
     texts = []
     for chunk in chunks:
         if len(chunk) > 1:
@@ -102,7 +108,7 @@ def _ranges(chunks: Sequence[range]) -> str:
 
 
 def _tree(ranks: Sequence[Rank]) -> Table:
-    """Parameters in the order of the model: whole shape, cuts, shape on the rank, type, MiB, parts of fused ones."""
+    """Table of the parameters in model order: shapes, sharded dimensions, type, MiB, and parts in checkpoints."""
     table = Table("parameter", "whole", "cut", "on a rank", "type", "MiB", "in checkpoints", box=box.SIMPLE_HEAD)
     table.columns[0].no_wrap = True
     table.columns[5].justify = "right"
@@ -130,7 +136,7 @@ def _first_others(ranks: Sequence[Rank], name: str) -> Iterator[Held]:
 
 
 def _runs(indices: Sequence[int]) -> list[range]:
-    """Runs of consecutive numbers, ascending."""
+    """Group ascending numbers into ranges of consecutive numbers."""
     runs: list[range] = []
     for index in indices:
         if runs and runs[-1].stop == index:

@@ -1,7 +1,7 @@
-"""Predicted time of a training step: computation, communication, the pipeline's bubble and the update.
+"""Predicted time of a training step: computation, communication, pipeline bubble and update.
 
-`SPEEDS` has all constants that stand for software. A row serves every model, layout and number of machines of a kind of
-chip; docs/planning.md compares its predictions with published runs.
+`SPEEDS` has all constants that describe software efficiency. One row serves every model, layout and number of machines
+of a kind of chip. docs/planning.md compares the predictions with published runs.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from nxtrain.plan.work import Work, model_flops_per_token, passes, restored_byte
 
 @dataclass(frozen=True)
 class Speed:
-    """Constants of a kind of chip.
+    """Efficiency constants of a kind of chip.
 
     Args:
         products: Share of the peak that matrix products reach.
         attention: Share of the peak that causal attention reaches.
         link: Share of the bandwidth between devices that collectives reach.
         network: Share of the network's bandwidth that collectives reach.
-        overlap: Largest share of a transfer that is hidden by the computations that the code runs beside it.
-        basis: Origin of the constants.
+        overlap: Largest share of a transfer that concurrent computation hides.
+        basis: Origin of the constants, as text.
     """
 
     products: float
@@ -59,16 +59,16 @@ SPEEDS = {
     "a100": Speed(0.80, 0.50, 0.6, 0.7, 0.9, "calibrated on published runs on A100"),
     "hopper": Speed(0.58, 0.30, 0.7, 0.7, 0.9, "calibrated on published runs on H100"),
 }
-"""Constants by kind of chip."""
+"""Efficiency constants by kind of chip."""
 
 OTHER = Speed(0.69, 0.40, 0.65, 0.7, 0.9, "between those of A100 and H100: nothing published was compared")
-"""Constants of other chips."""
+"""Efficiency constants of all other chips."""
 
 MEMORY_SHARE = 0.75
-"""Share of the memory's bandwidth that passes over tensors reach: the update, and all between products."""
+"""Share of the memory bandwidth that memory-bound operations reach: the update, and operations between products."""
 
 COMPILED_PASSES, EAGER_PASSES = 2.5, 4.5
-"""Times that kernels move each tensor between products, where one read and one write would do."""
+"""Factors by which compiled and eager kernels move more bytes than one read and one write of each tensor."""
 
 
 _LINKS = {"none": "no link", "device": "the links of a machine", "network": "the network"}
@@ -79,13 +79,14 @@ class StepTime:
     """Predicted time of a step.
 
     Args:
-        step_s: Seconds.
+        step_s: Seconds of the step.
         compute_s: Seconds of the computations of the slowest stage, recomputation included.
         update_s: Seconds of the update.
         bubble: Share of the pipeline's time in which ranks wait for each other, unequal stages included.
         traffic: Communication by axis and link.
-        mfu: Operations of the model, without recomputation, over those of the peak in `step_s`.
-        basis: Origin of the constants.
+        mfu: Model FLOPs utilization: operations of the model, without recomputation, over those of the peak in
+            `step_s`.
+        basis: Origin of the constants, as text.
     """
 
     step_s: float
@@ -98,7 +99,7 @@ class StepTime:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of a step by cause; transfers count as far as no computation hides them."""
+        """Seconds of a step by cause; of transfers, only the time that no computation hides."""
         parts = {"computation": self.compute_s, "the update": self.update_s}
         for traffic in self.traffic:
             name = f"{traffic.axis} transfers by {_LINKS[traffic.link]}"
@@ -108,7 +109,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Code:
-    """Properties of a training library.
+    """Overlap of communication with computation in a training library.
 
     Args:
         tp_overlap: Share of the transfers of column layers that their backward products hide.
@@ -122,7 +123,7 @@ class Code:
 
 
 class PartTime(NamedTuple):
-    """Seconds of a part of the model for one micro-batch: each pass, and the transfers that no computation hides."""
+    """Seconds of a chunk of the model for one micro-batch: forward, backward, and exposed transfers by axis."""
 
     forward_s: float
     backward_s: float
@@ -132,7 +133,7 @@ class PartTime(NamedTuple):
 
 
 def step_time(job: Job, *, hides_tp: bool = True, fused_context: bool = False) -> StepTime:
-    """Time of a step.
+    """Predict the time of a training step.
 
     Args:
         job: The run.
@@ -144,7 +145,7 @@ def step_time(job: Job, *, hides_tp: bool = True, fused_context: bool = False) -
     parallel = job.config.parallel
     rates = Rates.of(job, speed)
 
-    overlap = 0.0 if job.is_lazy else speed.overlap  # lazy devices start transfers after the computations
+    overlap = 0.0 if job.is_lazy else speed.overlap  # lazy devices overlap no transfers with computations
 
     cp_overlap = overlap if job.cp_method == "ring" else 0.0
     code = Code(overlap if hides_tp else 0.0, cp_overlap, fused_context)
@@ -195,7 +196,7 @@ def step_time(job: Job, *, hides_tp: bool = True, fused_context: bool = False) -
 
 
 def _float8_basis(job: Job) -> str:
-    """Basis of the predicted speed of float8 products, as text; empty for a run without float8."""
+    """Note on the origin of the predicted speed of float8 products; empty for a run without float8."""
     if job.config.precision.fp8 == "none":
         return ""
     if job.machine.float8_flops:
@@ -205,12 +206,12 @@ def _float8_basis(job: Job) -> str:
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a tensor parallel group, and of the memory of each rank.
+    """Rates of computation of a tensor parallel group, and rate of a rank's memory.
 
     Args:
-        products, attention: Operations per second.
-        float8: Operations per second of products in float8.
-        moved: Bytes per second between products.
+        products, attention: Operations per second of matrix products and of attention.
+        float8: Operations per second of float8 products.
+        moved: Bytes per second of operations between products, relative to the minimum of bytes.
     """
 
     products: float
@@ -220,7 +221,7 @@ class Rates:
 
     @staticmethod
     def of(job: Job, speed: Speed) -> Rates:
-        """Rates of a run."""
+        """Rates of a run, from its machine's peak and the efficiency constants."""
         peak = job.config.parallel.tp * job.machine.device_flops
         compiled = job.is_trainium or job.config.compile.torch_compile
         moved = job.machine.memory_bytes_s * MEMORY_SHARE / (COMPILED_PASSES if compiled else EAGER_PASSES)
@@ -228,13 +229,13 @@ class Rates:
         return Rates(peak * speed.products, peak * speed.attention, float8 * speed.products, moved)
 
     def seconds(self, work: Work) -> float:
-        """Seconds of a pass."""
+        """Seconds of a forward or backward pass."""
         products_s = (work.products - work.float8) / self.products + work.float8 / self.float8
         return products_s + work.attention / self.attention + work.moved / self.moved
 
 
 def _parts(job: Job, links: Links, rates: Rates, code: Code) -> list[PartTime]:
-    """Seconds of every part for a micro-batch."""
+    """Seconds of every chunk of the model for one micro-batch, in the order of the virtual stages."""
     costs: dict[tuple[object, bool], PartTime] = {}
     results = []
     for chunk in range(job.config.parallel.virtual_pp):
@@ -248,7 +249,7 @@ def _parts(job: Job, links: Links, rates: Rates, code: Code) -> list[PartTime]:
 
 
 def _part(job: Job, blocks: range, has_head: bool, links: Links, rates: Rates, code: Code) -> PartTime:
-    """Seconds of a part for a micro-batch."""
+    """Seconds of one chunk of the model for one micro-batch."""
     num_blocks = len(blocks)
     forward, backward = passes(job, blocks, has_head=has_head, fused_context=code.fused_context)
     restore_s = restored_bytes(job, num_blocks) / (job.machine.memory_bytes_s * MEMORY_SHARE)
@@ -271,17 +272,17 @@ def _part(job: Job, blocks: range, has_head: bool, links: Links, rates: Rates, c
 
 
 def _cp_seconds(job: Job, num_bytes: float, links: Links, overlap: float, attention_s: float) -> float:
-    """Transfers over cp that show; attention to the keys of one rank hides the transfer of the next rank's."""
+    """Seconds of the exposed transfers over cp; attention to one rank's keys hides the transfer of the next rank's."""
     parallel = job.config.parallel
     seconds = ring_s(job, parallel.cp, num_bytes, links, spread=parallel.tp)
     return seconds - min(overlap * seconds, attention_s * (parallel.cp - 1) / parallel.cp)
 
 
 def _tp_seconds(job: Job, num_blocks: int, links: Links, overlap: float, rate: float) -> tuple[float, float]:
-    """Transfers of blocks, all of forward and those of backward that show; products of column layers hide some.
+    """Seconds of the exposed tp transfers of some blocks, in the forward and in the backward pass.
 
     Backward of `parallel/linear.py:_ColumnProduct` gathers the input beside one product, and sums the input's gradient
-    beside the other. All other transfers are exposed.
+    beside the other product. All other transfers are exposed.
     """
     tp = job.config.parallel.tp
     forward, backward, beside = tp_bytes(job, num_blocks)
@@ -292,7 +293,7 @@ def _tp_seconds(job: Job, num_blocks: int, links: Links, overlap: float, rate: f
 
 
 def _send_seconds(job: Job, links: Links) -> float:
-    """Seconds of a rank's transfers to neighbouring stages for one micro-batch; all ranks of a machine send at once."""
+    """Seconds of a rank's transfers to neighbouring stages per micro-batch; all ranks of a machine send at once."""
     parallel = job.config.parallel
     if parallel.pp == 1:
         return 0.0
@@ -306,7 +307,7 @@ def _send_seconds(job: Job, links: Links) -> float:
 
 
 def _sync_seconds(job: Job, stage: int, links: Links) -> float:
-    """Seconds of the transfers over the ranks of dp x cp that each step has once."""
+    """Seconds of the collectives over dp x cp that run once per step."""
     parallel = job.config.parallel
     within, across = sync_bytes(job, stage)
     replicas = job.copies // job.shard_size
@@ -316,7 +317,7 @@ def _sync_seconds(job: Job, stage: int, links: Links) -> float:
 
 
 def _bubble(job: Job, forward_s: list[float], backward_s: list[float]) -> float:
-    """Share of the slowest stage's time in which it waits, by `PipelineCosts.ideal_bubble`."""
+    """Pipeline bubble, as a share of the slowest stage's time, by `PipelineCosts.ideal_bubble`."""
     parallel = job.config.parallel
     if parallel.pp == 1:
         return 0.0
@@ -360,7 +361,7 @@ def _cp_traffic(job: Job, stage: int, links: Links, exposed_s: float) -> Iterato
 
 
 def _ep_traffic(job: Job, stage: int, seconds: float) -> Iterator[Traffic]:
-    """Exchange of tokens between the ranks that divide the experts; nothing hides it."""
+    """Traffic of the token exchange between expert parallel ranks; no computation hides it."""
     parallel = job.config.parallel
     if parallel.ep > 1:
         blocks = sum(len(part.blocks) for part in job.parts[stage]) - job.stages[stage].num_dense
@@ -369,7 +370,10 @@ def _ep_traffic(job: Job, stage: int, seconds: float) -> Iterator[Traffic]:
 
 
 def _dp_traffic(job: Job, stage: int, gather_s: tuple[float, float], sync_s: tuple[float, float]) -> Iterator[Traffic]:
-    """Gathers of every micro-batch, and sums of every step, with their exposed part; hybrid has both, on two links."""
+    """Traffic over dp: gathers of every micro-batch, and reductions of every step, with their exposed time.
+
+    Hybrid sharding has both, on two links.
+    """
     parallel = job.config.parallel
     gathered = job.num_micro * gather_bytes(job, stage)
     if gathered:
@@ -385,7 +389,7 @@ def _dp_traffic(job: Job, stage: int, gather_s: tuple[float, float], sync_s: tup
 
 
 def _update_traffic(job: Job, stage: int, links: Links) -> Iterator[Traffic]:
-    """Rows that Muon exchanges for whole matrices, and results that replicas gather."""
+    """Traffic of Muon's update: rows exchanged to form whole matrices, and results gathered by replicas."""
     groups, parallel = [], job.config.parallel
     for distance, work in zip((1, parallel.ep), muon_work(job, stage), strict=False):
         spread = distance if work.holders > parallel.tp else 1
@@ -405,7 +409,7 @@ def _pp_traffic(job: Job, seconds: float, exposed_s: float) -> Iterator[Traffic]
 
 
 def _hidden(seconds: float, exposed_s: float) -> float:
-    """Share of a transfer that is hidden; rounding may leave more seconds exposed than the transfer takes."""
+    """Share of a transfer's time that computation hides; at least 0, since rounding may enlarge the exposed time."""
     if not seconds:
         return 0.0
     return max(0.0, 1.0 - exposed_s / seconds)

@@ -1,6 +1,6 @@
-"""Parameters of a rank by name: whole shape, local shape, entries of checkpoints' tensors, and bytes; without torch.
+"""Parameters of a rank by name: whole and local shape, entries in checkpoints, and bytes; computed without torch.
 
-Units mirror `parallel/fully_sharded.py`.
+Units of full sharding follow `parallel/fully_sharded.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nxtrain.plan.shapes import Stage
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a pipeline stage.
+    """Parameter of a pipeline stage.
 
     Args:
         name: Name in the model, or inside a block.
@@ -46,12 +46,12 @@ class Held:
 
     Args:
         parameter: The parameter.
-        local_shape: Shape on a tensor parallel rank; of a packed matrix, that of its packed form.
-        shape: Rows of it that the rank stores.
-        state_shape: Rows of it whose optimizer state the rank has, padding included; empty if it is frozen.
+        local_shape: Shape on a tensor parallel rank; for an NF4 matrix, the shape of its packed form.
+        shape: Shape of the rows that the rank stores.
+        state_shape: Shape of the rows whose optimizer state the rank has, padding included; empty if frozen.
         dtype: Type of the stored entries: `fp32`, `bf16`, `fp16` or `nf4`.
         num_bytes: Bytes of the stored entries.
-        boxes: Entries of whole tensors that the rank holds.
+        boxes: Ranges of the whole tensors that the rank holds.
     """
 
     parameter: Parameter
@@ -64,7 +64,7 @@ class Held:
 
     @property
     def cuts(self) -> dict[str, int]:
-        """Dimension along which each axis cuts the parameter."""
+        """Dimension along which each mesh axis shards the parameter."""
         spec = self.parameter.spec
         cuts = {}
         is_cut_by_tp = self.parameter.is_packed or self.local_shape != spec.shape
@@ -77,7 +77,7 @@ class Held:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes of the training state of one rank; trained parameters and frozen ones apart."""
+    """Bytes of the training state of one rank, with trained and frozen parameters separately."""
 
     params: int
     frozen: int
@@ -85,18 +85,18 @@ class RankBytes:
     optimizer: int
 
     def to_json(self) -> dict[str, int]:
-        """Bytes of each kind, and the sum of all kinds."""
+        """Bytes of the training state by kind and in total."""
         kinds = {"params": self.params, "frozen": self.frozen, "grads": self.grads, "optimizer": self.optimizer}
         return {**kinds, "total": sum(kinds.values())}
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules whose sharded parameters are gathered at once.
+    """FSDP unit: modules whose sharded parameters are gathered together.
 
     Args:
-        modules: Names of the blocks; of parameters outside the blocks, the names of these.
-        entries: Entries of a tensor parallel rank.
+        modules: Names of the blocks; for parameters outside the blocks, the names of the parameters.
+        entries: Elements of the parameters on a tensor parallel rank.
     """
 
     modules: tuple[str, ...]
@@ -104,7 +104,7 @@ class Unit:
 
 
 def block_parameters(job: Job, kind: Stage, ep_rank: int = 0) -> Iterator[Parameter]:
-    """Parameters of each block of a stage, by names inside the block; adapters follow what they adapt."""
+    """Parameters of each block of a stage, by names inside the block; adapters follow the layers that they adapt."""
     tp = job.config.parallel.tp
     adapters: dict[str, dict[str, ShardSpec]] = {}
     if job.adapters is not None:
@@ -123,7 +123,7 @@ def block_parameters(job: Job, kind: Stage, ep_rank: int = 0) -> Iterator[Parame
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a run, and all that it holds of the model and of the training state.
+    """One rank of a run, with its parameters and training state.
 
     Args:
         job: The run.
@@ -135,7 +135,7 @@ class Rank:
 
     @staticmethod
     def of(job: Job, rank: int) -> Rank:
-        """A rank of a run, by its number in the order [pp, dp, cp, tp]."""
+        """Rank of a run with a given number, in the order [pp, dp, cp, tp]."""
         parallel = job.config.parallel
         tp = parallel.tp
         pp = parallel.pp
@@ -147,31 +147,31 @@ class Rank:
 
     @staticmethod
     def first_of(job: Job, stage: int) -> Rank:
-        """First rank of a pipeline stage, which holds the most of its ranks."""
+        """First rank of a pipeline stage, which holds at least as much as the stage's other ranks."""
         return Rank.of(job, stage * (job.world // job.config.parallel.pp))
 
     @property
     def stage(self) -> int:
-        """Pipeline stage."""
+        """Index of the rank's pipeline stage."""
         return self.mesh.pp.rank
 
     @cached_property
     def blocks(self) -> tuple[range, ...]:
-        """Blocks of each model chunk, by index in the whole model."""
+        """Indices in the whole model of the blocks of each chunk."""
         return tuple(part.blocks for part in self.job.parts[self.stage])
 
     @cached_property
     def block(self) -> tuple[Held, ...]:
-        """Parameters of each block, by names inside the block; in a model with experts, of a block that has them."""
+        """Parameters of a block on the rank, by name in the block; of a block with experts, if the model has any."""
         return self._hold_block(self.job.stages[self.stage])
 
     @cached_property
     def dense_block(self) -> tuple[Held, ...]:
-        """Parameters of each block without experts, in a model whose other blocks have experts."""
+        """Parameters on the rank of each block without experts, in a model whose other blocks have experts."""
         return self._hold_block(self.job.stages[self.stage].dense)
 
     def block_at(self, index: int) -> tuple[Held, ...]:
-        """Parameters of a block, by its index in the whole model."""
+        """Parameters on the rank of a block, given the block's index in the whole model."""
         return self.dense_block if index in self.job.dimensions.dense_layers else self.block
 
     def _hold_block(self, kind: Stage) -> tuple[Held, ...]:
@@ -179,13 +179,13 @@ class Rank:
 
     @cached_property
     def others(self) -> tuple[Held, ...]:
-        """Parameters outside the blocks."""
+        """Parameters on the rank that are outside the blocks."""
         specs = self.job.stages[self.stage].rest_specs()
         is_trained = self.job.adapters is None
         return tuple(self._hold(Parameter(name, spec, is_trained)) for name, spec in specs.items())
 
     def tensors(self) -> Iterator[Held]:
-        """All parameters, in the order of the model."""
+        """All parameters on the rank, in model order."""
         for held in self.others:
             if held.parameter.name == EMBEDDING:
                 yield held
@@ -200,7 +200,7 @@ class Rank:
 
     @cached_property
     def bytes(self) -> RankBytes:
-        """Bytes of the training state."""
+        """Bytes of the rank's training state."""
         kind = self.job.stages[self.stage]
         params = frozen = 0
         trained = updated = with_one_mean = 0
@@ -226,7 +226,7 @@ class Rank:
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
-        """Units in the order of the forward pass, then that of the other parameters; none if all are whole."""
+        """Units of full sharding in forward order, then a unit of all other parameters; empty without full sharding."""
         if not self.job.is_fully_sharded:
             return ()
         alone = self.job.stages[self.stage].lone_units
@@ -279,13 +279,13 @@ class Rank:
 
 
 def _unit_of(*parameters: Held) -> Unit:
-    """Unit of some parameters outside the blocks."""
+    """Full-sharding unit of some parameters outside the blocks."""
     names = tuple(held.parameter.name.removesuffix(".weight") for held in parameters)
     return Unit(names, sum(math.prod(held.local_shape) for held in parameters))
 
 
 def global_tensors(held: Held) -> Mapping[str, tuple[int, ...]]:
-    """Whole shape of each tensor that a parameter is in checkpoints, by name."""
+    """Name and whole shape of each tensor that stores a parameter in checkpoints."""
     spec, name = held.parameter.spec, held.parameter.name
     return {spec.global_name(name, segment): spec.global_shape(segment) for segment in spec.segments}
 
@@ -300,7 +300,7 @@ def _dtype(job: Job, parameter: Parameter) -> str:
 
 
 def _packed_shape(spec: ShardSpec, tp: Axis, size: int) -> tuple[int, ...]:
-    """Shape of the packed form of a matrix in entries of `size` bytes, as `backends/nf4.py:Packing`."""
+    """Shape of an NF4 matrix in packed form, in entries of `size` bytes, as `backends/nf4.py:Packing` packs it."""
     blocks = groups = 0
     dim = spec.dim or 0
     for piece in spec.pieces(tp):

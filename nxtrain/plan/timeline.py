@@ -1,4 +1,4 @@
-"""A pipeline step as text: a line for each rank, time to the right."""
+"""Text diagram of a pipeline step, with one line for each rank and time from left to right."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from nxtrain.parallel.simulate import Span
 from nxtrain.plan.pipeline import PipelineCosts, computations, elapsed_s
 
 _CASES = 2
-"""Number of chunks that capital and small letters distinguish."""
+"""Number of chunks that upper and lower case letters can distinguish."""
 
 
 def timeline(pipeline: PipelineCosts, spans: Sequence[Span] = (), width: int = 120) -> str:
-    """Draw the lines of the ranks and the legend.
+    """Draw the timeline of a pipeline step as text, with a legend.
 
-    Columns are as narrow as labels allow. A step that does not fit is truncated with a note, to stay readable.
+    Columns are as narrow as the labels allow. A step that does not fit is truncated, with a note.
 
     Args:
         pipeline: Pipeline to draw.
@@ -47,7 +47,7 @@ def timeline(pipeline: PipelineCosts, spans: Sequence[Span] = (), width: int = 1
 
 
 def _label(action: Action, virtual_pp: int) -> str:
-    """Label of an action; the second chunk of two has small letters, which take no extra column."""
+    """Label of an action; with two chunks, actions of the second are lower case, which takes no extra column."""
     if virtual_pp == _CASES and action.chunk == 1:
         return f"{'f' if action.kind == 'forward' else 'b'}{action.micro}"
     return str(action)

@@ -1,7 +1,7 @@
-"""Bytes that a rank sends in a step, by axis and link, and the time of these transfers.
+"""Predicted traffic: bytes that a rank sends in a step, by axis and link, and the seconds of these transfers.
 
-Counts mirror `parallel/linear.py` and `parallel/regions.py` (tp), `parallel/data_parallel.py` and
-`parallel/fully_sharded.py` (dp), and `parallel/pipeline.py` (pp). Those of cp are in `plan/context.py`.
+Counts follow `parallel/linear.py` and `parallel/regions.py` (tp), `parallel/data_parallel.py` and
+`parallel/fully_sharded.py` (dp), and `parallel/pipeline.py` (pp). Traffic of cp is in `plan/context.py`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Traffic:
     """Communication of one rank over one axis in a step.
 
     Args:
-        axis: `tp`, `cp`, `ep`, `dp` or `pp`; under context parallelism, `dp` has the sums over dp x cp. `update`:
-            between the ranks that share Muon's work.
+        axis: `tp`, `cp`, `ep`, `dp` or `pp`; `dp` includes sums over cp. `update` is between the ranks that divide
+            Muon's matrices.
         link: Slowest link that the axis spans: between devices of a machine, or between machines.
         bytes: Bytes that a rank sends.
-        seconds: Time of the transfers.
+        seconds: Seconds of the transfers.
         hidden: Share of this time in which the rank computes.
     """
 
@@ -42,8 +42,8 @@ class Links:
     """Bandwidths that collectives reach, in bytes per second.
 
     Args:
-        device: Of a rank, to the devices of its machine.
-        network: Of a machine, to the others.
+        device: Bandwidth from a rank to the other devices of its machine.
+        network: Bandwidth from a machine to other machines.
     """
 
     device: float
@@ -51,13 +51,16 @@ class Links:
 
 
 def tp_bytes(job: Job, num_blocks: int) -> tuple[float, float, float]:
-    """Bytes of a rank for one micro-batch through some blocks: forward, backward, and of the latter column layers'.
+    """Bytes that a rank sends over tp for one micro-batch through some blocks.
 
-    Products may hide those of column layers.
-    Each block's two pairs of layers gather and scatter once in the forward pass. The backward pass has both again, and
-    gathers the inputs once more. Without sequence parallelism there are two sums forward and two backward, each twice
-    the bytes. Recomputed blocks repeat the forward pass. A frozen layer needs no inputs, and has no second product. The
-    exchanges of adapters are as narrow as their rank, and left out.
+    Each of a block's two pairs of layers gathers and reduce-scatters once in the forward pass. The backward pass
+    repeats both, and gathers the inputs once more. Without sequence parallelism there are two all-reduces forward and
+    two backward, each with twice the bytes. Recomputed blocks repeat the forward pass. A frozen layer saves no inputs
+    and has no weight gradient. The exchanges of adapters are as narrow as their rank, and are not included.
+
+    Returns:
+        Bytes of the forward pass, bytes of the backward pass, and the backward bytes of column layers. Products may
+        hide the transfers of column layers.
     """
     parallel, remat = job.config.parallel, job.config.train.remat
     if parallel.tp == 1:
@@ -76,11 +79,11 @@ def tp_bytes(job: Job, num_blocks: int) -> tuple[float, float, float]:
 
 
 def ring_s(job: Job, size: int, num_bytes: float, links: Links, *, spread: int) -> float:
-    """Seconds in which groups of ranks move `num_bytes` per rank around their rings, all groups at once.
+    """Seconds in which ranks send `num_bytes` each around the ring of their group, all groups at once.
 
     Args:
         job: The run.
-        size: Ranks of a group.
+        size: Number of ranks of a group.
         num_bytes: Bytes that each rank sends.
         links: Bandwidths.
         spread: Distance of neighbours in the group, in ranks.
@@ -95,13 +98,13 @@ def ring_s(job: Job, size: int, num_bytes: float, links: Links, *, spread: int) 
         return device_s
     if not links.network:
         return float("inf")
-    # Of a ring that enters a machine once, one rank per machine sends to the next machine.
+    # A ring enters each machine once, so one rank per machine sends to the next machine.
     rings = max(1, min(job.world, job.machine.devices) // per_node)
     return max(device_s, rings * num_bytes / links.network)
 
 
 def exchange_s(job: Job, size: int, num_bytes: float, links: Links, *, spread: int) -> float:
-    """Seconds in which the ranks of each group send `num_bytes` each, in equal parts to all others of the group.
+    """Seconds of an all-to-all in which each rank sends `num_bytes`, in equal parts to the other ranks of its group.
 
     Args:
         job, size, links, spread: As for `ring_s`.
@@ -120,7 +123,13 @@ def exchange_s(job: Job, size: int, num_bytes: float, links: Links, *, spread: i
 
 
 def link_of(job: Job, size: int, spread: int) -> Link:
-    """Slowest link of a group."""
+    """Slowest link between the ranks of a group.
+
+    Args:
+        job: The run.
+        size: Number of ranks of the group.
+        spread: Distance of neighbours in the group, in ranks.
+    """
     if size == 1:
         return "none"
     if size * spread <= job.machine.devices:
@@ -129,7 +138,7 @@ def link_of(job: Job, size: int, spread: int) -> Link:
 
 
 def sync_bytes(job: Job, stage: int) -> tuple[float, float]:
-    """Bytes that a rank sends once per step over the shard ranks, and over the replicas, for gradients and parameters.
+    """Bytes that a rank sends once per step for gradients and parameters: over the shard ranks, and over the replicas.
 
     An all-reduce sends twice (n-1)/n of its bytes, a reduce-scatter or an all-gather once.
     """
@@ -146,9 +155,9 @@ def sync_bytes(job: Job, stage: int) -> tuple[float, float]:
 
 
 def gather_bytes(job: Job, stage: int) -> float:
-    """Bytes that a rank sends in every micro-batch under full sharding: gathered parameters, scattered gradients.
+    """Bytes that a rank sends per micro-batch under full sharding, to gather parameters and reduce-scatter gradients.
 
-    Blocks are gathered for each pass, unless they stay whole between the passes; other parameters once.
+    Blocks are gathered for each pass, unless they stay gathered between the passes. Other parameters are gathered once.
     """
     if not job.is_fully_sharded:
         return 0.0
@@ -168,7 +177,7 @@ def gather_bytes(job: Job, stage: int) -> float:
 
 
 def pp_bytes(job: Job) -> float:
-    """Bytes that a rank sends to its neighbours in a step: an activation and a gradient of each micro-batch."""
+    """Bytes that a rank sends to neighbouring stages in a step: an activation and a gradient for each micro-batch."""
     parallel = job.config.parallel
     if parallel.pp == 1:
         return 0.0

@@ -1,8 +1,8 @@
-"""Operations of a run's passes, and the bytes that they move: with everything trained, or with adapters.
+"""Operations of the forward and backward passes, and bytes that they move, for full training and for adapters.
 
-A matrix takes two operations per entry and token forward, two for the gradient of its input, and two for its own. A
-frozen matrix needs no gradient of its own: of six operations four are left. Norms, rotations, activations and sums
-have few operations, and take the time in which the memory moves their tensors.
+A matrix takes two operations per entry and token in the forward pass, two for the gradient of its input, and two for
+its own gradient. A frozen matrix needs no gradient, so four of six operations remain. Norms, rotations, activations and
+sums have few operations, and are bound by memory bandwidth.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from nxtrain.plan.job import SIZES, Job
 
 
 class Work(NamedTuple):
-    """Work of a pass for a micro-batch.
+    """Work of one pass over one micro-batch.
 
     Args:
         products: Operations of matrix products, over all tensor parallel ranks.
         attention: Operations of attention, over all tensor parallel ranks.
         moved: Bytes that a rank reads and writes between products, each operand and each result once.
-        float8: Operations of `products` in float8.
+        float8: Operations of `products` that are in float8.
     """
 
     products: float
@@ -34,12 +34,12 @@ class Work(NamedTuple):
 
 
 def passes(job: Job, blocks: range, *, has_head: bool, fused_context: bool = False) -> tuple[Work, Work]:
-    """Work of a part's forward and backward pass for a micro-batch, recomputation included.
+    """Work of the forward and the backward pass of a chunk of the model for one micro-batch, recomputation included.
 
     Args:
         job: The run.
-        blocks: Blocks of the part.
-        has_head: The part ends with the loss.
+        blocks: Blocks of the chunk.
+        has_head: The chunk ends with the loss.
         fused_context: A fused kernel computes attention between context parallel ranks, as in other libraries.
     """
     tokens = job.micro_tokens
@@ -72,7 +72,7 @@ def passes(job: Job, blocks: range, *, has_head: bool, fused_context: bool = Fal
 
 
 def _moved_bytes(job: Job) -> int:
-    """Bytes that the forward pass of a block moves between products, if the compiler fuses what has no product between.
+    """Bytes that a block's forward pass moves between products, if the compiler fuses all operations between products.
 
     Two norms read and write the residual stream, and two sums read two tensors and write one. Rotations read and write
     queries and keys. An activation reads its inputs and writes its result. The backward pass moves twice as much.
@@ -89,7 +89,7 @@ def _moved_bytes(job: Job) -> int:
 
 
 def _attention(job: Job, blocks: range, *, fused_context: bool) -> tuple[float, int]:
-    """Operations per token of the attention of some blocks forward, and bytes of the scores that they move."""
+    """Operations per token of the forward attention of some blocks, and bytes of the scores that the blocks move."""
     flops, moved = 0.0, 0
     fused_context = fused_context or job.fuses_context
     for window, number in job.dimensions.windows(blocks):
@@ -99,13 +99,13 @@ def _attention(job: Job, blocks: range, *, fused_context: bool) -> tuple[float, 
             if not fused_context:
                 moved += number * moved_scores(job, window)
         elif job.is_lazy and window is None and job.full_attention == "blocked":
-            one *= 1 + 1 / XLA_LOOPS  # a loop's blocks meet the keys up to its last query
+            one *= 1 + 1 / XLA_LOOPS  # all blocks of a loop meet the keys up to the loop's last query
         flops += number * one
     return flops, moved
 
 
 def adapter_params(job: Job) -> int:
-    """Entries of the adapters of a block that a token passes through, over all ranks."""
+    """Number of a block's adapter parameters that a token passes through, over all ranks."""
     if job.adapters is None:
         return 0
     entries, mixture = adapter_entries(replace(job.stages[0], ep=1), 1, 1, job.adapters), job.dimensions.mixture
@@ -115,7 +115,7 @@ def adapter_params(job: Job) -> int:
 
 
 def trained_params(job: Job) -> int:
-    """Trained parameters of the whole model."""
+    """Number of trained parameters of the whole model."""
     if job.adapters is None:
         return job.dimensions.num_params
     dimensions = job.dimensions
@@ -124,7 +124,7 @@ def trained_params(job: Job) -> int:
 
 
 def model_flops_per_token(job: Job) -> int:
-    """Operations of forward and backward for one token without recomputation, as the utilization counts them."""
+    """Operations of forward and backward for one token, without recomputation, as MFU counts them."""
     num_layers = job.dimensions.num_layers
     whole = job.dimensions.flops_per_token(job.sequence_len)
     if job.adapters is None:
@@ -135,7 +135,7 @@ def model_flops_per_token(job: Job) -> int:
 
 
 def restored_bytes(job: Job, num_blocks: int) -> float:
-    """Bytes that a rank moves to restore the quantized matrices of some blocks once; 0 without quantization."""
+    """Bytes that a rank moves to dequantize the NF4 matrices of some blocks once; 0 without quantization."""
     if job.method != "qlora":
         return 0.0
     entries = matrix_entries(job.stages[0], job.config.parallel.tp, 1).local

@@ -1,4 +1,4 @@
-"""SVG elements: pictures of text, lines and boxes on a white page, and paths of curves."""
+"""SVG elements as text: words, lines, boxes and curves, and a picture with white background."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAPER = "#ffffff"
 
 
 def picture(width: float, height: float, parts: Iterable[str]) -> str:
-    """SVG picture of the given elements, with width and height in pixels."""
+    """Build an SVG picture from elements; width and height are in pixels."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
         f'height="{height:.0f}" font-family="system-ui, sans-serif" font-size="13">'
@@ -29,13 +29,13 @@ def text(
     size: int = 13,
     color: str = INK,
 ) -> str:
-    """Text at a point of its baseline."""
+    """Text element whose baseline starts, ends or is centered at a point."""
     style = f'fill="{color}" text-anchor="{anchor}" font-weight="{weight}" font-size="{size}"'
     return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(words)}</text>'
 
 
 def line(x1: float, y1: float, x2: float, y2: float, *, color: str = GRID, width: int = 1, dashed: bool = False) -> str:
-    """A straight line."""
+    """Straight line element."""
     dashes = ""
     if dashed:
         dashes = ' stroke-dasharray="4 3"'
@@ -44,34 +44,34 @@ def line(x1: float, y1: float, x2: float, y2: float, *, color: str = GRID, width
 
 
 def curve(points: Iterable[tuple[float, float]], color: str) -> str:
-    """Lines from point to point."""
+    """Polyline element through the given points."""
     listed = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     return f'<polyline points="{listed}" fill="none" stroke="{color}" stroke-width="2"/>'
 
 
 def dot(x: float, y: float, color: str) -> str:
-    """A filled circle."""
+    """Filled circle element."""
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{color}"/>'
 
 
 def box(x: float, y: float, width: float, height: float, color: str) -> str:
-    """A filled rectangle."""
+    """Filled rectangle element."""
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{color}"/>'
 
 
 def boxes(rectangles: Iterable[tuple[float, float, float, float]], color: str) -> str:
-    """Many filled rectangles (x, y, width, height) of one color."""
+    """One path element with many filled rectangles (x, y, width, height) of the same color."""
     outline = "".join(f"M{x:.1f} {y:.0f}h{width:.1f}v{height:.0f}h-{width:.1f}z" for x, y, width, height in rectangles)
     return f'<path d="{outline}" fill="{color}"/>'
 
 
 def path(x: Sequence[float], y: Sequence[float], digits: int = 2) -> str:
-    """Path through the points of a curve."""
+    """Path data, the attribute `d`, of a polyline through the given points."""
     return "M" + "L".join(f"{a:.{digits}f} {b:.{digits}f}" for a, b in zip(x, y, strict=True))
 
 
 def legend(names: Sequence[tuple[str, str]], right: float, y: float) -> list[str]:
-    """Names with their colors in one line, up to an edge on the right."""
+    """Legend elements in one line, right-aligned at `right`: each name with its color."""
     parts = []
     x = right
     for name, color in reversed(names):

@@ -1,1 +1,1 @@
-"""One run: assembly, the training step, evaluation, checkpoints, the end."""
+"""A training run: assembly, training step, evaluation, checkpoints, and the end of the run."""

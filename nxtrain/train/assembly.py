@@ -1,4 +1,4 @@
-"""Assembly of a run on one rank: from an open context to a run that is ready to train."""
+"""Assembly of a run on one rank, from an open context to a `Run` that is ready to train."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ from nxtrain.train.trainer import Trainer
 
 
 def _with_reference(context: RunContext, data: Data) -> Data:
-    """Data with log-probabilities of a stored reference, if the run has one."""
+    """Add the reference's log-probabilities to the data, if the objective compares with a stored reference."""
     if not context.config.finetune.stores_reference:
         return data
-    from nxtrain.train.reference import with_reference  # reads pairs by pyarrow, which other runs do without
+    from nxtrain.train.reference import with_reference  # imports pyarrow, which other runs do not need
 
     return with_reference(context, data)
 
 
 def assemble(context: RunContext, memory: RankMemory) -> Run:
-    """Open the data, start the state, and make the parts of the run."""
+    """Open the data, fill the training state, and build the parts of the run."""
     if context.config.model.hf:
         refuse_other_commits(context.ranks.gather(context.config.model.hf))
     mirrored = _claim_folder(context)
@@ -75,7 +75,7 @@ def assemble(context: RunContext, memory: RankMemory) -> Run:
 
     guard = NumericsGuard(config, state, attempt=context.placement.restarts, rollbacks=rollbacks)
     guard.begin(begun.step, begun.stability, resumed.reading)
-    skips = tuple(skip for skip in rollbacks.skips if skip[0] >= begun.step)  # its samples count the earlier ones
+    skips = tuple(skip for skip in rollbacks.skips if skip[0] >= begun.step)  # `begun.samples` counts earlier skips
     batches = train_batches(context, data, begun, skips)
     identity = RunIdentity(inputs, begun, resumed.saved_step, data.tokenizer, guard.kept, batches.cursor, skips)
     goodput = _goodput_meter(context)
@@ -95,7 +95,7 @@ def assemble(context: RunContext, memory: RankMemory) -> Run:
     )
     if has_sections:
         state = state.reporting(observers.section)
-    if not batches.cursor():  # a position in data that is packed is lost with its rank
+    if not batches.cursor():  # positions in packed data are lost with their rank
         state = memory.watch(WatchedRun(state, guard, checkpoints, initial_norm), begun.step)
     trainer = Trainer(
         config=config,
@@ -117,7 +117,7 @@ def assemble(context: RunContext, memory: RankMemory) -> Run:
 
 
 def _inputs(context: RunContext, data: Data) -> RunInputs:
-    """Identity of the data and of the frozen weights, unless the run is in a crash loop."""
+    """Identity of the data and of the frozen weights; refuses a run in a crash loop first."""
     config = context.config
     if context.is_leader:
         refuse_crash_loop(config.run.dir / LOGS_DIR, _fingerprint(context), config.recovery.max_same_step)
@@ -126,19 +126,19 @@ def _inputs(context: RunContext, data: Data) -> RunInputs:
 
 
 def _measured(context: RunContext, state: TrainState) -> RunObserver:
-    """Observer of the norm of drawn weights."""
+    """Observer that reports the initial norm of newly drawn weights."""
     initial_norm, line = measure_initial_norm(state)
     context.print_line(line)
     return initial_norm
 
 
 def _fingerprint(context: RunContext) -> str:
-    """Fingerprint of the configuration, by which a crash loop is known."""
+    """Fingerprint of the configuration, by which the starts of a crash loop are recognized."""
     return fingerprint(dump(context.config))
 
 
 def _claim_folder(context: RunContext) -> Mirrored | None:
-    """Open the mirror of the run's folder, if any, and refuse a folder in which the run cannot or should not start."""
+    """Open the mirror of the run's folder, if configured, and refuse a folder in which the run cannot start."""
     config, mirrored = context.config, None
     if config.checkpoint.mirror:
         folder = config.run.dir / CHECKPOINTS_DIR
@@ -149,7 +149,7 @@ def _claim_folder(context: RunContext) -> Mirrored | None:
 
 
 def _with_steps(context: RunContext, data: Data) -> RunContext:
-    """The run with `train.epochs` as steps, once the rows are known."""
+    """Context with `train.epochs` converted to steps, once the number of rows is known."""
     epochs = context.config.train.epochs
     if not epochs:
         return context
@@ -181,7 +181,7 @@ def _announce_start(context: RunContext, data: Data, meta: Meta, model: nn.Modul
 
 
 def _goodput_meter(context: RunContext) -> GoodputMeter | None:
-    """Meter of the run's starts, on the leader."""
+    """Goodput meter that records the starts of the run; None on other ranks than the leader."""
     if not context.is_leader:
         return None
     logs = context.config.run.dir / LOGS_DIR
@@ -189,7 +189,7 @@ def _goodput_meter(context: RunContext) -> GoodputMeter | None:
 
 
 def _step_file(context: RunContext, mirrored: Mirrored | None) -> RunObserver:
-    """Writer of the last finished step on a disk that the leader does not see."""
+    """Observer that writes the last finished step to each disk that the leader does not share."""
     if mirrored is None or not mirrored.scope.leads:
         return RunObserver()
     return StepFile(context.config.run.dir / LOGS_DIR)
@@ -202,7 +202,7 @@ def _throughput_meter(context: RunContext, resumed: StepNumbers) -> ThroughputMe
     peak = context.backend.diagnostics.peak_flops(context.config.precision.params)
     if peak:
         peak *= context.mesh.world
-    if resumed.result is not None:  # the record of the last update counts its tokens, and the time since the loss
+    if resumed.result is not None:  # the last update's record is written again, with its tokens and the time lost
         tokens -= train.batch_sizes(resumed.meta.step, tokens).at(resumed.meta.step - 1) * train.seq_len
         ago_s = now().since(context.began)
     lengths = lengths_after(context, resumed.meta)
@@ -216,7 +216,7 @@ def _throughput_meter(context: RunContext, resumed: StepNumbers) -> ThroughputMe
 
 
 def _work_meter(context: RunContext) -> tuple[WorkMeter, bool]:
-    """Meter of this rank's work, and True if its timeline divides the step into sections."""
+    """Meter of this rank's time by kind of work, and True if the meter divides steps into sections."""
     backend, wanted = context.backend, context.config.metrics.step_sections
     timeline: WorkTimeline = HostTimeline(backend.diagnostics.waited_s)
     has_sections = not backend.is_asynchronous and wanted != "off"
@@ -230,7 +230,7 @@ def _work_meter(context: RunContext) -> tuple[WorkMeter, bool]:
 
 
 def _profiler(context: RunContext) -> RunObserver:
-    """Profiler of this rank, if configured."""
+    """Step profiler of this rank, if configured; otherwise an observer that does nothing."""
     metrics, rank = context.config.metrics, context.mesh.rank
     if not metrics.profile_steps or rank not in metrics.profile_ranks:
         return RunObserver()

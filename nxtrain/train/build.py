@@ -1,4 +1,4 @@
-"""Put a model and its optimizer together for one rank."""
+"""Construction of the model, the optimizer and the training state on one rank."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ from nxtrain.train.step import TrainState
 
 
 def mesh_of(plan: Resolved, backend: Backend) -> Mesh:
-    """Build the mesh of a backend's world as configured, in the rank order that its library requires.
+    """Build the mesh of a backend's ranks as configured, in the rank order that the backend's library requires.
 
     Raises:
-        ConfigError: The degrees do not fit the world.
-        BackendError: The library cannot set up the groups of the mesh.
+        ConfigError: The degrees do not fit the number of ranks.
+        BackendError: The library cannot set up the process groups of the mesh.
     """
     order = backend.binding.rank_order(tp=plan.config.parallel.tp, pp=plan.config.parallel.pp)
     mesh = build_mesh(plan, backend.world, backend.rank, backend.local_world, order)
@@ -71,10 +71,10 @@ def mesh_of(plan: Resolved, backend: Backend) -> Mesh:
 
 
 def build_mesh(plan: Resolved, world: int, rank: int, ranks_per_node: int, order: tuple[int, ...] = ()) -> Mesh:
-    """Build the mesh of a world as configured.
+    """Build the mesh of a number of ranks as configured.
 
     Raises:
-        ConfigError: The degrees do not fit the world.
+        ConfigError: The degrees do not fit the number of ranks.
     """
     parallel = plan.config.parallel
     shard_size = 0
@@ -97,20 +97,20 @@ def build_mesh(plan: Resolved, world: int, rank: int, ranks_per_node: int, order
         order=order,
     )
     if "params" in parallel.offload and mesh.shard_size == 1:
-        reason = f"needs ranks that share the parameters, but shard={parallel.shard} has one here (dp={mesh.dp_size})"
-        raise ConfigError([Problem("parallel.offload", reason, hint="leave params out, or start more ranks")])
+        reason = f"params need several ranks that shard them, but shard={parallel.shard} has one (dp={mesh.dp_size})"
+        raise ConfigError([Problem("parallel.offload", reason, hint="remove params from it, or start more ranks")])
     return mesh
 
 
 def build_model(plan: Resolved, backend: Backend, mesh: Mesh, *, init: Literal["draw", "hf", "zeros"]) -> nn.Module:
-    """Build this rank's part of the model and allocate its storage.
+    """Build this rank's part of the model and fill it with initial values.
 
     Args:
-        plan: Checked configuration.
+        plan: Validated configuration.
         backend: Device of the model.
         mesh: The axes of this rank.
-        init: Draw the first weights, read the weights of `model.hf` next to adapters that are drawn, or keep zeros for
-            a load that follows.
+        init: `draw` draws initial weights. `hf` reads the weights of `model.hf`, and draws adapters. `zeros` leaves
+            zeros for a checkpoint to replace.
 
     Raises:
         ConfigError: The Hugging Face folder does not fit the model.
@@ -144,7 +144,7 @@ def build_model(plan: Resolved, backend: Backend, mesh: Mesh, *, init: Literal["
 
 
 def fill_model(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, fill: Fill | None) -> None:
-    """Allocate the storage of a model on the meta device, sharded over the data parallel ranks if so configured."""
+    """Allocate and fill the storage of a model on the meta device, sharded over data parallel ranks if configured."""
     if not is_fully_sharded(plan, mesh):
         materialize(model, backend.put, fill)
         backend.binding.mark(model, mesh.tp)
@@ -175,12 +175,12 @@ def fill_model(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, f
 
 
 def is_fully_sharded(plan: Resolved, mesh: Mesh) -> bool:
-    """True if the parameters themselves are sharded over the data parallel ranks."""
+    """True if the parameters are sharded over the data parallel ranks (full sharding)."""
     return plan.config.parallel.shard in FULLY_SHARDED and mesh.shard_size > 1
 
 
 def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
-    """Build this rank's part of the model without storage."""
+    """Build this rank's part of the model on the meta device, without storage."""
     run = plan.config
     dtype = Precision.of(run.precision).params
     if run.compile.torch_compile:
@@ -241,7 +241,7 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
 
 
 def _router_losses(plan: Resolved, backend: Backend, mesh: Mesh) -> BatchRouterLosses | None:
-    """Losses of the routers, over the ranks of dp x cp, and over those of tp if these have different tokens."""
+    """Router losses over the ranks of dp x cp, and over tp if tp ranks have different tokens; None without experts."""
     mixture, run = plan.dimensions.mixture, plan.config
     if mixture is None or run.finetune.compares:
         return None
@@ -252,7 +252,7 @@ def _router_losses(plan: Resolved, backend: Backend, mesh: Mesh) -> BatchRouterL
 
 
 def context_parallel_of(plan: Resolved, backend: Backend, mesh: Mesh) -> ContextParallel | None:
-    """Context parallel ranks of a run; None: each rank has whole sequences."""
+    """Context parallel attention of a run; None if each rank has whole sequences."""
     parallel = plan.config.parallel
     if mesh.cp_size == 1:
         return None
@@ -263,20 +263,20 @@ def context_parallel_of(plan: Resolved, backend: Backend, mesh: Mesh) -> Context
 
 
 def whole_shapes(plan: Resolved, backend: Backend) -> dict[str, tuple[int, ...]]:
-    """Shape of each tensor of the whole model by its name in a checkpoint, without adapters."""
+    """Shape of each tensor of the unsharded model, without adapters, by its name in checkpoints."""
     model, _ = _build_whole(plan, backend)
     return ParamTable.of(model).global_shapes()
 
 
 def _adapter_shapes(plan: Resolved, backend: Backend) -> dict[str, tuple[int, ...]]:
-    """Shape of each adapter matrix of the whole model by its name in a checkpoint."""
+    """Shape of each adapter matrix of the unsharded model, by its name in checkpoints."""
     model, parallel = _build_whole(plan, backend)
     adapt(model, plan.config.finetune, parallel)
     return ParamTable.of(model).of_trained(model).global_shapes()
 
 
 def _build_whole(plan: Resolved, backend: Backend) -> tuple[nn.Module, TensorParallel]:
-    """Build the whole model without storage, as one rank has it."""
+    """Build the unsharded model on the meta device, as a single rank would have it."""
     dtype = Precision.of(plan.config.precision).params
     alone = TensorParallel(Mesh(1, 0).tp, backend.collectives, backend.kernels, dtype)
     context = BuildContext(NativeLayers(alone), backend.kernels, dtype, plan.config.train.seq_len)
@@ -284,7 +284,7 @@ def _build_whole(plan: Resolved, backend: Backend) -> tuple[nn.Module, TensorPar
 
 
 def parts_of(plan: Resolved, mesh: Mesh) -> tuple[StagePart, ...]:
-    """Layers that a rank computes, one `StagePart` per model chunk."""
+    """Parts of the model that a pipeline rank computes, one `StagePart` for each chunk."""
     parallel, num_blocks = plan.config.parallel, plan.model.num_hidden_layers
     if parallel.pipeline_cuts:
         parts = split_layers_at(num_blocks, parallel.pipeline_cuts)
@@ -295,7 +295,7 @@ def parts_of(plan: Resolved, mesh: Mesh) -> tuple[StagePart, ...]:
 
 
 def build_state(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh) -> TrainState:
-    """Build the optimizer, gradients and pipeline around a model whose weights have their first values."""
+    """Build gradients, optimizer and pipeline around a model that is filled with its initial values."""
     run = plan.config
     precision = Precision.of(run.precision)
     layout = Layout(ParamTable.of(model).of_trained(model), mesh)
@@ -363,7 +363,7 @@ def _optimizer(
 
 
 def _noise_scale(run: RunConfig, data_parallel: DataParallel, backend: Backend) -> NoiseScale | None:
-    """Meter of the gradient noise scale, if wanted, which is shown the gradients before their average."""
+    """Meter of the gradient noise scale, which reads gradients before they are averaged; None if not configured."""
     if not run.metrics.noise_scale:
         return None
     assert isinstance(data_parallel, Bucketed), "config/check.py refuses other modes"
@@ -373,7 +373,7 @@ def _noise_scale(run: RunConfig, data_parallel: DataParallel, backend: Backend) 
 
 
 def _z_sum(train: TrainConfig, model: nn.Module, backend: Backend) -> Tensor | None:
-    """Sum of the terms of the z-loss, to which the loss adds; None without z-loss."""
+    """Tensor to which the loss adds its z-loss terms; None without z-loss."""
     if not train.z_loss:
         return None
     z_sum = backend.put(torch.zeros(1))
@@ -384,12 +384,12 @@ def _z_sum(train: TrainConfig, model: nn.Module, backend: Backend) -> Tensor | N
 
 
 def _accumulates(train: TrainConfig, mesh: Mesh) -> bool:
-    """True if some step of the run has several micro-batches."""
+    """True if any step of the run has several micro-batches."""
     return max(train.batch_sizes().all) > train.micro_batch * mesh.dp.size
 
 
 def _loss_scale(plan: Resolved, model: nn.Module, backend: Backend) -> LossScale:
-    """Loss scale of fp16 gradients, known to the loss."""
+    """Loss scale of fp16 gradients, connected to the model's loss."""
     precision, train = plan.config.precision, plan.config.train
     scale = LossScale(backend.put, precision.loss_scale, precision.loss_scale_every, train.micro_batch * train.seq_len)
     for module in model.modules():
@@ -440,7 +440,7 @@ def _pipeline(plan: Resolved, model: nn.Module, backend: Backend, mesh: Mesh, pr
 
 
 def _storage(backend: Backend, *, on_host: bool) -> tuple[Kernels, Callable[[Tensor], Tensor]]:
-    """Kernels of the host or of the device, and the function that brings a host tensor there."""
+    """Kernels of the host or of the device, and a function that copies host tensors to the same memory."""
     if on_host:
         return backend.host_kernels, lambda host: host
     return backend.kernels, backend.put

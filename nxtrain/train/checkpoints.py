@@ -1,4 +1,4 @@
-"""Checkpoints of a run: from the train state to the run's folder and its mirror."""
+"""Checkpoints of a run, from the training state to the run's folder and its mirror."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from nxtrain.train.step import TrainState
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Content of a run's checkpoints next to the tensors.
+    """Contents of a run's checkpoints besides the tensors.
 
     Args:
         inputs: Identity of the run's data and tokenizer.
         begun: Metadata of the step from which this process started.
-        saved_step: Step of the newest checkpoint at that time; 0: none.
+        saved_step: Step of the newest checkpoint at that time; 0 for none.
         tokenizer: A `tokenizer.json` to keep with each checkpoint.
-        stability: Returns the state of the norms and skipped steps that a resumed run needs.
-        cursor: Returns the positions of this rank's lanes of data; empty for data without state.
+        stability: Returns the state of gradient norms and skipped steps that a resumed run needs.
+        cursor: Returns the positions of this rank's data lanes; empty for data without state.
         skips: Batches that this process leaves out.
     """
 
@@ -51,18 +51,18 @@ class RunIdentity:
 
 
 class Checkpoints(RunObserver):
-    """Checkpoints of a run at its save steps. Every rank creates one and calls it at the same steps.
+    """Writer of a run's checkpoints at its save steps. Every rank creates one and calls it at the same steps.
 
     Args:
-        plan: The checked configuration.
-        state: Train state to save.
-        identity: Content next to the tensors.
+        plan: Validated configuration.
+        state: Training state to save.
+        identity: Contents besides the tensors.
         print_line: Prints a line for the user.
-        mirrored: The mirror of the checkpoints; None: there is no mirror.
-        goodput: Meter of the run, which counts the seconds of each save; None: there is none.
+        mirrored: Mirror of the checkpoints; None for no mirror.
+        goodput: Meter of the run, which counts the seconds of each save; None for no meter.
 
     Attributes:
-        saved_step: Step of the newest checkpoint; 0: none.
+        saved_step: Step of the newest checkpoint; 0 for none.
     """
 
     def __init__(
@@ -99,14 +99,15 @@ class Checkpoints(RunObserver):
         )
 
     def save(self, step: int, last: bool) -> None:
-        """Save the state after a step.
+        """Save the training state after a step.
 
         Args:
-            step: Finished updates.
-            last: This is the last checkpoint of the run: wait until it is written.
+            step: Number of finished updates.
+            last: True for the last checkpoint of the run, whose write is waited for.
 
         Raises:
-            CheckpointError: The last checkpoint was not written; or an earlier one was not, with `checkpoint.strict`.
+            CheckpointError: The last checkpoint was not written, or with `checkpoint.strict` an earlier checkpoint was
+                not.
         """
         cursor = self._identity.cursor()
         positions = merged(self._state.ranks.gather(cursor)) if cursor else {}
@@ -122,11 +123,11 @@ class Checkpoints(RunObserver):
             raise CheckpointError(self._failed)
 
     def meta_at(self, step: int, stability: Mapping[str, Any]) -> Meta:
-        """Metadata of a step without numbers that a device or another rank holds.
+        """Metadata of a checkpoint at a step, except numbers on a device or another rank.
 
         Args:
-            step: Finished updates.
-            stability: State of the norms and skipped steps.
+            step: Number of finished updates.
+            stability: State of gradient norms and skipped steps.
         """
         begun = self._identity.begun
         meta = meta_at(step, self._plan, self._identity.inputs, begun)
@@ -135,7 +136,7 @@ class Checkpoints(RunObserver):
         return meta.model_copy(update={"stability": stability, "samples": meta.samples + skipped})
 
     def enter(self, step: int, work: Work) -> None:
-        """Report finished uploads, and the outcome of the last checkpoint once its write has ended.
+        """Report finished uploads, and the outcome of the last checkpoint's write once it has ended.
 
         With `checkpoint.strict` a failed write is reported at the next save, where it ends the run on all ranks.
         """
@@ -153,12 +154,13 @@ class Checkpoints(RunObserver):
     ) -> None:
         """Wait for the last checkpoint and its upload to the mirror; nothing can be saved afterwards.
 
-        The wait goes on while any rank uploads bytes, with pauses of at most `recovery.grace_s`.
+        The wait continues while any rank uploads bytes, with pauses of at most `recovery.grace_s`.
 
         Args:
-            is_urgent: The launcher may be waiting for the exit: uploads get half of `recovery.grace_s` in all.
+            is_urgent: True if the launcher may wait for the exit; all uploads together then get half of
+                `recovery.grace_s`.
             heartbeat: Called repeatedly during the wait for uploads.
-            stop_requested: True once this rank was asked to stop, so that the launcher may be waiting.
+            stop_requested: Returns True once this rank got a stop signal, so that the launcher may wait for the exit.
 
         Raises:
             CheckpointError: The last checkpoint could not be written.
@@ -176,13 +178,13 @@ class Checkpoints(RunObserver):
             raise CheckpointError(self._failed)
 
     def shards(self) -> Shards:
-        """Tensors of the present state."""
+        """Tensors of the current training state, as a checkpoint stores them."""
         shards = shards_of(self._state)
         self._state.backend.step_boundary()  # lazy devices would otherwise compute each cast alone, as it is read
         return shards
 
     def _report(self, *, saves: bool = True) -> None:
-        """Report finished uploads and, unless saves are put off, finished saves."""
+        """Print the outcomes of finished uploads and, if `saves`, of finished checkpoint writes."""
         for outcome in self._writer.poll():
             if isinstance(outcome, SaveOutcome):
                 self._outcomes.append(outcome)

@@ -1,4 +1,4 @@
-"""`nxtrain train`: a whole run on one rank, from a loaded configuration to the last checkpoint."""
+"""Implementation of `nxtrain train`: a whole run on one rank, from a loaded configuration to the last checkpoint."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from nxtrain.train.tokenizer import fetch_weights
 
 
 def train(loaded: Loaded, plan: Resolved, signals: Signals | None = None, began: Instant | None = None) -> None:
-    """Train as configured: one rank, or every rank under torchrun.
+    """Run training as configured, on a single rank or on every rank under torchrun.
 
     Args:
-        loaded: The configuration.
-        plan: The checked configuration.
-        signals: Stop signals that this process has received; None: none.
-        began: Start time of this attempt; None: now.
+        loaded: Loaded configuration.
+        plan: Validated configuration.
+        signals: Stop signals that this process has received; None for none.
+        began: Start time of this attempt; None for the current time.
 
     Raises:
         NxtrainError: An error that the user can correct; the message names the way out.
-        StoppedBySignal: The run stopped because a signal asked for it.
+        StoppedBySignal: The run stopped because of a signal.
     """
     signals = signals or Signals()
     memory = RankMemory(is_kept=loaded.config.recovery.in_job)
@@ -63,10 +63,10 @@ def train(loaded: Loaded, plan: Resolved, signals: Signals | None = None, began:
 def _train_until_loss(
     loaded: Loaded, plan: Resolved, signals: Signals, began: Instant | None, memory: RankMemory, rejoined: int
 ) -> Exception | None:
-    """Train in one start, with the arguments of `open_run`; return the loss of a peer, None: the run is done.
+    """Train until the run is done, or until a peer rank is lost; return the loss as an exception, or None if done.
 
-    The loss ends the run if the memory is not kept. No variable here outlives the loss, since the parts of the run hold
-    the process groups and the activations.
+    Arguments are those of `open_run`. If the rank's memory is not kept, a lost peer ends the run. No variable of this
+    function may outlive the loss, since the parts of the run hold process groups and activations.
     """
     try:
         with open_run(loaded, plan, signals, began, rejoined) as context:
@@ -83,7 +83,7 @@ def _train_until_loss(
 
 
 def train_on(context: RunContext, memory: RankMemory | None = None) -> None:
-    """Train on an open backend, or extract the graphs of the run; a `memory` goes from one start to the next."""
+    """Train on an open backend, or extract the run's graphs; `memory` keeps the state from one start to the next."""
     backend, mesh = context.backend, context.mesh
     context.print_line(f"backend {backend.name} ({context.reason}); {mesh.world} ranks: {_degrees(context)}")
     for note in dict.fromkeys((*backend.binding.notes(), *backend.notes())):
@@ -106,14 +106,14 @@ def train_on(context: RunContext, memory: RankMemory | None = None) -> None:
 def open_run(
     loaded: Loaded, plan: Resolved, signals: Signals, began: Instant | None = None, rejoined: int = 0
 ) -> Iterator[RunContext]:
-    """Open this rank's device, watchdog and folder for a run; they are closed at the end of this context.
+    """Open this rank's device, watchdog and run folder in a context, and close them at its end.
 
     Args:
-        loaded: The configuration.
-        plan: The checked configuration.
+        loaded: Loaded configuration.
+        plan: Validated configuration.
         signals: Stop signals that this process has received.
-        began: Start time of this attempt; None: now.
-        rejoined: Times that this process has met the other ranks again after the loss of one.
+        began: Start time of this attempt; None for the current time.
+        rejoined: Number of times that this process has rejoined the other ranks after a rank was lost.
 
     Raises:
         NxtrainError: An error that the user can correct; the message names the way out.
@@ -157,7 +157,7 @@ def open_run(
 
 
 def _choose_device(config: RunConfig) -> tuple[str, str, str]:
-    """Names of the backend and of its layers, and the reason for the choice."""
+    """Names of the backend and of its layer set, and the reason for the choice."""
     chosen = config.backend
     name, reason = choose(chosen.name, in_full=config.recovery.debug != "off")
     layers, of_layers = choose_layers(
@@ -169,7 +169,7 @@ def _choose_device(config: RunConfig) -> tuple[str, str, str]:
 
 
 def _degrees(context: RunContext) -> str:
-    """Degrees of parallelism, and the sharding of the state, in words."""
+    """Parallel degrees and the sharding of the training state, as text for the user."""
     parallel, mesh = context.config.parallel, context.mesh
     degrees = ""
     if mesh.pp_size > 1:

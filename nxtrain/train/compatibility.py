@@ -38,7 +38,7 @@ DRIFT = {
     "data": {"data_fingerprint": "the data's fingerprint", "shuffle": "data.shuffle"},
     "code": {"code_fingerprint": "the code's fingerprint"},
 }
-"""Keys of `checkpoint.allow_drift`: the fields of `Meta` that each covers, with their names in messages."""
+"""Fields of `Meta` covered by each key of `checkpoint.allow_drift`, with the fields' names in messages."""
 
 _UNUSED = {
     "cosine": ("warmup_ratio", "decay_ratio", "decay_shape", "pieces"),
@@ -48,7 +48,7 @@ _UNUSED = {
     "inverse_sqrt": ("warmup_ratio", "decay_steps", "decay_ratio", "decay_shape", "pieces"),
     "pieces": ("min_lr", "warmup_steps", "warmup_ratio", "decay_steps", "decay_ratio", "decay_shape"),
 }
-"""Keys of [optim] without effect under each schedule, or that other settings stand for."""
+"""Keys of `[optim]` that have no effect under each learning-rate schedule, or that other settings replace."""
 
 UNRECORDED_VALUES: dict[str, object] = {
     "global_batch": 0,
@@ -62,12 +62,12 @@ UNRECORDED_VALUES: dict[str, object] = {
 
 @dataclass(frozen=True)
 class RunInputs:
-    """Identity of the data and the tokenizer of a run.
+    """Identity of a run's data, tokenizer and frozen weights.
 
     Args:
         data: Fingerprint of the rows.
-        tokenizer: Fingerprint of the tokenizer; empty for ids of unknown origin.
-        end_of_text: The tokenizer's token at the end of a document; empty for ids of unknown origin.
+        tokenizer: Fingerprint of the tokenizer; empty for token ids of unknown origin.
+        end_of_text: Token that the tokenizer puts at the end of a document; empty for token ids of unknown origin.
         trained: The tokenizer was trained on the data of the run, since no other was named or known.
         base: Fingerprint of the frozen weights below adapters; empty if there are none.
     """
@@ -87,7 +87,7 @@ class RunInputs:
         trained: bool = False,
         base: str = "",
     ) -> RunInputs:
-        """Build from the rows' fingerprint and the tokenizer's file."""
+        """Build the identity from the rows' fingerprint and the tokenizer's file."""
         identity = fingerprint([read_bytes(tokenizer)]) if tokenizer else ""
         return RunInputs(data_fingerprint, identity, end_of_text, trained, base)
 
@@ -96,16 +96,16 @@ def meta_at(step: int, plan: Resolved, inputs: RunInputs, before: Meta | None = 
     """Metadata of this run's checkpoint at a step.
 
     Args:
-        step: Finished updates.
-        plan: The checked configuration.
+        step: Number of finished updates.
+        plan: Validated configuration.
         inputs: Identity of the run's data and tokenizer.
-        before: Metadata at an earlier step; None: at step 0.
+        before: Metadata at an earlier step; None for step 0.
     """
     config, precision = plan.config, Precision.of(plan.config.precision)
     samples = config.train.batch_sizes().before(step)
     tokens = samples * config.train.seq_len
     base = ""
-    if inputs.base:  # a name that holds in every working directory: a whole path, or a commit of the Hub
+    if inputs.base:  # a name valid in every working directory: an absolute path, or a commit of the Hub
         base = config.model.hf
         if model_named(base) is None:
             base = os.path.abspath(base)
@@ -143,7 +143,7 @@ def meta_at(step: int, plan: Resolved, inputs: RunInputs, before: Meta | None = 
 
 
 def refuse_other_commits(names: Sequence[str]) -> None:
-    """Refuse ranks that read different models: a repository of the Hub may change while they start.
+    """Refuse to start if ranks read different models, since a repository of the Hub may change during the start.
 
     Args:
         names: Value of `model.hf` on each rank.
@@ -164,13 +164,13 @@ def code_fingerprint(plan: Resolved) -> str:
 
 
 def refuse_drift(checkpoint: Location, meta: Meta, fresh: Meta, plan: Resolved, *, trained: bool = False) -> None:
-    """Refuse a checkpoint of another run. Weights alone may start any run of the same model shape and tokenizer.
+    """Refuse a checkpoint of another run; weights alone may start any run with the same model shape and tokenizer.
 
     Args:
         checkpoint: Folder of the checkpoint.
         meta: Metadata of the checkpoint.
         fresh: Metadata of this run at step 0.
-        plan: The checked configuration.
+        plan: Validated configuration.
         trained: The tokenizer of the run was trained on its data.
 
     Raises:
@@ -206,7 +206,7 @@ def refuse_drift(checkpoint: Location, meta: Meta, fresh: Meta, plan: Resolved, 
     way_out = ""
     if not differences:
         keys = ", ".join(f'"{key}"' for key in (*allowed, *refused))
-        way_out = f"checkpoint.allow_drift=[{keys}] to go on all the same, "
+        way_out = f"checkpoint.allow_drift=[{keys}] to resume anyway, "
     raise CheckpointError(
         f"{checkpoint} belongs to another run: {'; '.join([*differences, *refused.values()])}. Use {way_out}another "
         "run.dir, checkpoint.resume=never, or the configuration that the checkpoint was made with"
@@ -214,7 +214,7 @@ def refuse_drift(checkpoint: Location, meta: Meta, fresh: Meta, plan: Resolved, 
 
 
 def changes(meta: Meta, fresh: Meta) -> str:
-    """Settings that differ from the checkpoint's and may do so, in one line; empty if none differs.
+    """Message about settings that differ from the checkpoint's and are allowed to differ; empty if none differs.
 
     Args:
         meta: Metadata of the checkpoint.
@@ -226,9 +226,10 @@ def changes(meta: Meta, fresh: Meta) -> str:
 
 
 def _other_tokenizer(meta: Meta, fresh: Meta, *, trained: bool) -> str:
-    """Difference of the tokenizers as text.
+    """Message about a difference between the checkpoint's tokenizer and the run's.
 
-    The text is empty if they are equal, and for weights alone if the run's ids are of unknown origin.
+    The message is empty if both are equal. For weights alone, it is also empty if the run's token ids are of unknown
+    origin.
     """
     if trained and not meta.tokenizer_fingerprint:
         return "it names no tokenizer, and the one here was trained on the data; set data.tokenizer to that of its ids"
@@ -242,7 +243,7 @@ def _other_tokenizer(meta: Meta, fresh: Meta, *, trained: bool) -> str:
 
 
 def _adapter(config: FinetuneConfig) -> dict[str, Any]:
-    """Keys that shape adapters; empty without adapters."""
+    """Configuration keys that determine the shape of adapters; empty without adapters."""
     if not config.adapts:
         return {}
     keys = config.model_dump(include={"r", "alpha", "rslora"}) | {"targets": sorted(config.targets)}
@@ -253,7 +254,7 @@ def _adapter(config: FinetuneConfig) -> dict[str, Any]:
 
 def _settings(config: RunConfig) -> dict[str, Any]:
     optim = {f"optim.{key}": value for key, value in config.optim.model_dump(mode="json").items()}
-    # The lengths of the schedule count in steps.
+    # The lengths of the schedule are compared in steps.
     steps = config.train.steps
     optim["optim.warmup_steps"] = config.optim.num_warmup_steps(steps)
     optim["optim.decay_steps"] = config.optim.decay_steps or steps
@@ -298,7 +299,7 @@ def _of(table: Mapping[str, Any], key: str) -> str:
 
 @cache
 def _fingerprint_of(*packages: str) -> str:
-    """Fingerprint of the packages as this process found them: a file that changes later is not the code that runs."""
+    """Fingerprint of Python packages as first read by this process; later changes of their files do not count."""
     return fingerprint(_sources(packages))
 
 

@@ -1,4 +1,4 @@
-"""Context of a run on one rank: its open device, and everything that is fixed with the device."""
+"""Context of a run on one rank: the open device and all objects that depend on the device."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from nxtrain.train.supervision.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class RunContext:
-    """Context of a run on one rank; `open` makes it.
+    """Context of a run on one rank; `RunContext.open` creates it.
 
     Args:
-        plan: The checked configuration.
+        plan: Validated configuration.
         backend: This rank's device.
         mesh: The axes of this rank.
         ranks: All ranks, for joint actions.
@@ -34,7 +34,7 @@ class RunContext:
         began: Time when this start of the run began.
         print_line: Prints a line for the user, on the leader only.
         reason: Reason for the choice of the backend and its layers.
-        watchdog: Watchdog of this rank; None: there is none.
+        watchdog: Watchdog of this rank; None for none.
     """
 
     plan: Resolved
@@ -57,18 +57,18 @@ class RunContext:
         began: Instant | None = None,
         watchdog: Watchdog | None = None,
     ) -> RunContext:
-        """Lay the ranks out as configured, and prepare the backend for the model.
+        """Build the mesh of the ranks as configured, and choose the backend's kernels for the model.
 
         Args:
             backend: This rank's device, open.
-            plan: The checked configuration.
+            plan: Validated configuration.
             reason: Reason for the choice of the backend and its layers.
-            placement: Placement of this process in its job; None: as the environment has it.
-            began: Time when this start of the run began; None: now.
-            watchdog: Watchdog of this rank; None: there is none.
+            placement: Placement of this process in its job; None to read it from the environment.
+            began: Time when this start of the run began; None for the current time.
+            watchdog: Watchdog of this rank; None for none.
 
         Raises:
-            ConfigError: The degrees do not fit the world, or the device lacks the configured products.
+            ConfigError: The degrees do not fit the number of ranks, or the device lacks the configured products.
             BackendError: The configured attention cannot run on the device.
         """
         mesh, config = mesh_of(plan, backend), plan.config
@@ -96,25 +96,25 @@ class RunContext:
 
     @property
     def config(self) -> RunConfig:
-        """Values of the configuration."""
+        """Configuration of the run."""
         return self.plan.config
 
     @property
     def is_leader(self) -> bool:
-        """True on rank 0, which writes the run's files."""
+        """True on rank 0, which writes the files of the run."""
         return self.ranks.is_leader
 
     def enter(self, step: int, work: Work) -> None:
-        """Enter a piece of work that only the watchdog observes."""
+        """Report the start of a kind of work to the watchdog only, not to the other observers."""
         if self.watchdog is not None:
             self.watchdog.enter(step, work)
 
     def drain(self) -> None:
-        """Tell the watchdog that this rank waits for the last checkpoint; called again and again during the wait."""
+        """Report to the watchdog that this rank waits for the last checkpoint; called repeatedly during the wait."""
         if self.watchdog is not None:
             self.watchdog.drain()
 
     @property
     def is_stop_requested(self) -> bool:
-        """True if this process received a stop signal, even if the run goes on to its end."""
+        """True if this process received a stop signal, even if the run continues to its end."""
         return self.watchdog is not None and self.watchdog.is_asked

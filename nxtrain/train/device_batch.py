@@ -1,4 +1,4 @@
-"""A global batch on the device: this rank's rows and positions, micro-batch by micro-batch."""
+"""Global batch on the device: this rank's rows and positions, divided into micro-batches."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class DeviceBatch:
     Args:
         inputs, targets: (B, S) int64 for each micro-batch, at this rank's positions; targets of `IGNORE_INDEX` do not
             count. With the tokens of a teacher, targets are (B, 2R, S).
-        starts: First position of each position's document, likewise; empty without masks between documents.
-        pairs: Answers of each micro-batch; empty without an objective on answers.
+        starts: (B, S) first position of each position's document, for each micro-batch; empty without document masks.
+        pairs: Answers of each micro-batch; empty unless the objective compares answers.
         counted: (S/tp, B) float32 for each micro-batch, 1 for a token that the routers' losses count and 0 for padding;
-            empty if all count.
-        swapped: The same rows with answers of other prompts; None without labelled answers.
+            empty if all tokens count.
+        swapped: The same rows with the answers of other prompts; None without labelled answers.
     """
 
     inputs: Sequence[Tensor]
@@ -53,17 +53,19 @@ class DeviceBatch:
         padding: Tensor | None = None,
         tokens_axis: Axis | None = None,
     ) -> DeviceBatch:
-        """Upload host tensors of whole sequences, (num_micro, B, S), each micro-batch alone.
+        """Upload host tensors of whole sequences, (num_micro, B, S), one micro-batch at a time.
 
         Slices of one device tensor would give each micro-batch a graph of its own on a lazy device. Targets were
-        shifted in the whole sequences, so that the division between ranks changes none.
+        shifted in the whole sequences, so the division between ranks does not change them.
 
         Args:
-            starts: First position of each position's document; None: a row is one document.
-            context_parallel: Ranks that share the positions of each sequence; None: this rank has all positions.
-            answers: Fields of `Pairs` that are known, by name; None without answers.
-            padding: Positions after the last document, bool; None: the routers' losses count all.
-            tokens_axis: Ranks that divide the tokens between layers; None: each has all tokens of its positions.
+            inputs, targets: Token ids of whole sequences.
+            put: Copies a host tensor to the device.
+            starts: First position of each position's document; None if a row is one document.
+            context_parallel: Ranks that share the positions of each sequence; None if this rank has all positions.
+            answers: Known fields of `Pairs`, by name; None without answers.
+            padding: True at positions after the last document; None if the routers' losses count all positions.
+            tokens_axis: Ranks that divide the tokens between layers; None if each rank has all tokens of its positions.
         """
         positions = None if context_parallel is None else context_parallel.positions
 

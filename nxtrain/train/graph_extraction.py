@@ -1,7 +1,7 @@
-"""Graph extraction: a few steps on rows of zeros that reach every graph of a run and write no results.
+"""Graph extraction: a few steps on rows of zeros that record every graph of a run and write no results.
 
-Ahead-of-time compilation collects the graphs that a script reaches, while the device computes nothing. The extraction
-does each kind of work twice, the second time on the results of the first. It neither branches on a value nor keeps one.
+Ahead-of-time compilation collects the graphs that a script records, while the device computes nothing. The extraction
+does each kind of work twice, the second time on the results of the first. No code may branch on a value or store one.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from nxtrain.train.step import TrainState
 from nxtrain.train.trainer import Trainer
 
 STEPS = 4
-"""The first step, a plain step, a step followed by all other work, and the last step, which repeats that work."""
+"""Number of extracted steps: the first, a plain step, a step followed by all other work, and a repetition."""
 _EVERY = 3
 EVALUATED_BATCHES = 2
-"""Two batches show whether both record the same graph."""
+"""Number of evaluated batches; two show that both record the same graph."""
 
 MICRO_BATCHES = 3
-"""Micro-batches of a step without a pipeline: the first, one in between, and the last, which begins reductions."""
+"""Micro-batches of a step without a pipeline: the first, a middle one, and the last, which starts the reduction."""
 
 
 def extract_graphs(plan: Resolved, backend: Backend, mesh: Mesh, print_line: Callable[[str], None]) -> None:
-    """Reach every graph of a run and of its resumption, without reading data or writing files.
+    """Record every graph of a run and of its resumption, without reading data or writing files.
 
     Args:
-        plan: The checked configuration.
+        plan: Validated configuration.
         backend: This rank's device, which computes nothing.
         mesh: The axes of this rank.
-        print_line: Prints a line for the user; each piece of work is named before it begins.
+        print_line: Prints a line for the user; each kind of work is named before it begins.
     """
     done: list[str] = []
 
     def begin(work: str) -> None:
         print_line(f"{EXTRACTING} {work}")
-        # Finds different graphs hours before a run would, and keeps all ranks at the work that was just named.
+        # Finds graphs that differ between ranks before a run does, and keeps all ranks at the same kind of work.
         backend.compare_graphs(work)
 
     class Announced(RunObserver):
-        """Announces each piece of work."""
+        """Observer that prints each kind of work before it begins."""
 
         def enter(self, step: int, work: Work) -> None:
             if work in GRAPHS:
@@ -85,10 +85,10 @@ def extract_graphs(plan: Resolved, backend: Backend, mesh: Mesh, print_line: Cal
 
 
 def few_micro_batches(config: RunConfig, mesh: Mesh) -> TrainConfig:
-    """Batch sizes with which every graph of a step is recorded, at most those of the run.
+    """Training configuration with fewer micro-batches, with which every graph of a step is still recorded.
 
-    A micro-batch is the same work whatever the number of micro-batches, since the division by tokens comes with the
-    update. A pipeline gets enough micro-batches for its warmup, its steady state and its end, in groups of the run's
+    A micro-batch records the same graph for any number of micro-batches, since the division by tokens is part of the
+    update. A pipeline gets enough micro-batches for its warm-up, its steady state and its end, in groups of the run's
     sizes.
     """
     train, pp = config.train, config.parallel.pp
@@ -102,25 +102,25 @@ def few_micro_batches(config: RunConfig, mesh: Mesh) -> TrainConfig:
 
 @dataclass(frozen=True)
 class CastOnly:
-    """Saver that casts the tensors of a checkpoint on the device, and writes nothing."""
+    """Checkpoint writer that casts the tensors of a checkpoint on the device, and writes nothing."""
 
     state: TrainState
 
     def save(self, step: int, last: bool) -> None:
-        """Run the casts of a checkpoint, whose graphs a save needs; nothing is written."""
+        """Record the casts of a checkpoint, whose graphs a real save needs; write nothing."""
         shards_of(self.state)
         self.state.backend.step_boundary()
 
 
 def trainer(plan: Resolved, state: TrainState, config: RunConfig, schedule: Schedule, observer: RunObserver) -> Trainer:
-    """Build the trainer of a run without data, records and files.
+    """Build a trainer that reads no data and writes no records or files.
 
     Args:
-        plan: The checked configuration.
+        plan: Validated configuration.
         state: Model, optimizer and device.
         config: Number of steps, and the intervals of evaluation, checkpoints, votes and records.
-        schedule: Learning rate of each step.
-        observer: Observer of each piece of work.
+        schedule: Learning-rate schedule.
+        observer: Observer of each kind of work.
     """
     return Trainer(
         config=config,
@@ -138,7 +138,7 @@ def trainer(plan: Resolved, state: TrainState, config: RunConfig, schedule: Sche
 
 
 def _short(config: RunConfig, mesh: Mesh) -> RunConfig:
-    """The configuration with few steps, and with each kind of work that the run does at an interval of few steps."""
+    """Configuration with few steps, in which all periodic work of the run occurs at an interval of few steps."""
 
     def interval(every: int) -> int:
         return min(every, 1) * _EVERY

@@ -1,8 +1,8 @@
-"""KTO: value of answers that are labelled as desirable or undesirable, beside a reference.
+"""KTO objective: training on answers that are labelled as desirable or undesirable, compared with a reference model.
 
-The value of an answer is relative to the divergence of the model from the reference. The divergence is estimated over
-the global batch, from answers that belong to other prompts (`nxtrain.data.loader.swap_answers`). Thus a step first
-computes these answers of all its micro-batches, without gradients.
+The value of an answer is relative to the KL divergence of the model from the reference. The divergence is estimated
+over the global batch, from answers that belong to other prompts (`nxtrain.data.loader.swap_answers`). So each step
+first computes these swapped answers of all its micro-batches, without gradients.
 
 Shapes: S positions of this rank, B rows, 2K answers that a row can hold.
 
@@ -21,17 +21,17 @@ from nxtrain.train.preferences import Pairs, Preferences, mean_of
 
 
 class Kto(Preferences):
-    """Objective of a run on labelled answers; arguments as of `Preferences`."""
+    """KTO objective of a run on labelled answers; arguments as in `Preferences`."""
 
     sums = ("loss", "answers", "targets", "desirable", "reward_chosen", "reward_rejected", "reward_accuracy", "kl")
 
     @staticmethod
     def divergence_sums(model: Sequence[Tensor], reference: Sequence[Tensor], swapped: Sequence[Pairs]) -> Tensor:
-        """Sum of the log-ratios of the answers of other prompts, and the number of these answers: (2,) float32.
+        """Sum of the log-ratios of swapped answers, and the number of these answers: (2,) float32.
 
         Args:
             model, reference: (B, 2K) log-probabilities of each micro-batch; empty on ranks that compute none.
-            swapped: Answers of each micro-batch, which are there on every rank.
+            swapped: Swapped answers of each micro-batch, present on every rank.
         """
         total = torch.zeros_like(swapped[0].lengths[0, :2])
         for of_model, of_reference, answers in zip(model, reference, swapped, strict=False):
@@ -43,14 +43,19 @@ class Kto(Preferences):
     def divergence(
         self, model: Sequence[Tensor], reference: Sequence[Tensor], swapped: Sequence[Pairs], batch: Axis
     ) -> Tensor:
-        """KL divergence over the ranks that share a global batch, at least 0: () float32; see `divergence_sums`."""
-        # The ranks of cp have the same answers, which changes no mean.
+        """KL divergence from the reference over the ranks of a global batch, at least 0: () float32.
+
+        Args:
+            model, reference, swapped: As in `divergence_sums`.
+            batch: Axis of the ranks that share a global batch.
+        """
+        # The ranks of cp have the same answers, so that summing over them does not change the mean.
         sums = self._comm.all_reduce(self.divergence_sums(model, reference, swapped), batch)
         total, number = sums.unbind()
         return (total / number.clamp(min=1.0)).clamp(min=0.0)
 
     def loss(self, token_losses: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """Sum of the losses of all answers, and the `sums` that this rank contributes; see `Preferences.loss`."""
+        """Sum of the KTO losses of all answers, and this rank's contribution to the `sums`; see `Preferences.loss`."""
         config, labels = self._config, pairs.labels
         assert labels is not None and pairs.reference is not None and pairs.divergence is not None
         log_ratios = self.log_probs(token_losses, pairs) - pairs.reference
@@ -75,7 +80,7 @@ class Kto(Preferences):
         return total, self._own([total.detach(), counted, pairs.lengths.sum(), *others])
 
     def means(self, read: dict[str, float]) -> dict[str, float]:
-        """Means for the record of a step; without a reward of a kind of answers that the global batch lacks."""
+        """Means for the record of a step; the reward of a label is absent if the global batch has no such answer."""
         numbers = {name: read.pop(name) for name in self.sums if name not in {"loss", "targets"}}
         answers, desirable = numbers["answers"], numbers["desirable"]
         means = {name: mean_of(numbers[name], answers) for name in ("reward_accuracy", "kl")}
@@ -88,4 +93,4 @@ class Kto(Preferences):
 
 
 OBJECTIVES = {"dpo": Preferences, "orpo": Preferences, "kto": Kto}
-"""Objectives on answers, by the values of finetune.objective."""
+"""Classes of objectives that compare answers, by value of `finetune.objective`."""

@@ -1,11 +1,11 @@
-"""Objectives on answers: DPO and ORPO on pairs, from the log-probability of each answer; see `Kto` for labelled ones.
+"""Preference objectives DPO and ORPO on pairs of answers, computed from the log-probability of each answer.
 
-Both answers of a pair are documents of one row, so that a loss needs no other row and no other rank. Answers 2k and
-2k + 1 of a row are the chosen and the rejected answer of its pair k. A loss is a sum over pairs, and the step divides
-once, by the pairs of the global batch.
+Both answers of a pair are documents of one row, so that a loss needs no other row and no other rank. Answers 2k and 2k
++ 1 of a row are the chosen and the rejected answer of its pair k. A loss is a sum over pairs, and the step divides the
+sum once, by the pairs of the global batch. `Kto` has the objective on labelled answers.
 
-DPO and KTO compare with a reference. Beside adapters, the reference is the model without them. A run that trains every
-weight computes the reference once; see `nxtrain.train.reference`.
+DPO and KTO compare with a reference. With adapters, the reference is the model without them. A run that trains all
+weights computes the reference's log-probabilities once; see `nxtrain.train.reference`.
 
 Shapes: S positions of this rank, B rows, K pairs that a row can hold.
 
@@ -29,7 +29,7 @@ from nxtrain.config.finetune_schema import FinetuneConfig
 from nxtrain.parallel.regions import sum_over
 
 MEANS = ("reward_chosen", "reward_rejected", "reward_accuracy", "kl")
-"""Keys of a record that are means over the pairs of the global batch, in the order of their sums."""
+"""Keys of a step's record that are means over the pairs of the global batch, in the order of their sums."""
 
 _SMALLEST = torch.finfo(torch.float32).eps
 
@@ -40,10 +40,11 @@ class Pairs:
 
     Args:
         numbers: (B, S) int64, number of the answer at each position of this rank.
-        lengths: (B, 2K) float32, targets of each answer in the whole row; 0 for an answer that is not there.
-        reference: (B, 2K) float32, log-probabilities by the reference; None: without one, or not yet computed.
-        labels: (B, 2K) float32, 1 for a desirable answer, else 0; None: the answers are of pairs.
-        divergence: () float32, KL divergence from the reference over the global batch, of labelled answers.
+        lengths: (B, 2K) float32, targets of each answer in the whole row; 0 for an absent answer.
+        reference: (B, 2K) float32, log-probabilities by the reference; None without a reference, or before their
+            computation.
+        labels: (B, 2K) float32, 1 for a desirable answer, else 0; None for answers in pairs.
+        divergence: () float32, KL divergence from the reference over the global batch, for labelled answers.
     """
 
     numbers: Tensor
@@ -59,16 +60,16 @@ def mean_of(total: float, number: float) -> float:
 
 
 class Preferences:
-    """Objective of a run on pairs.
+    """Preference objective of a run on pairs of answers: DPO or ORPO.
 
     Attributes:
-        sums: Names of the sums of a step: the loss, the number by which it is divided, and others.
+        sums: Names of the sums of a step: the loss, the number by which the loss is divided, and others.
 
     Args:
         config: Objective and its factors.
         cp: Ranks that share the positions of a row.
         comm: Collectives.
-        put: Upload of a host tensor.
+        put: Copies a host tensor to the device.
     """
 
     sums: tuple[str, ...] = ("loss", "pairs", "targets", *MEANS)
@@ -84,7 +85,7 @@ class Preferences:
 
     @property
     def needs_reference(self) -> bool:
-        """True if the objective compares with a reference."""
+        """True if the objective compares the model with a reference."""
         return self._config.objective != "orpo"
 
     def log_probs(self, token_losses: Tensor, pairs: Pairs) -> Tensor:
@@ -94,14 +95,14 @@ class Preferences:
         return sum_over(parts, self._comm, self._cp)
 
     def loss(self, token_losses: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """Sum of the losses of all pairs, and the `sums` that this rank contributes.
+        """Sum of the losses of all pairs, and this rank's contribution to the `sums` of a step.
 
         Args:
             token_losses: (S, B) float32, cross entropies of this rank's tokens.
-            pairs: Pairs of the rows, with the reference if the objective needs one.
+            pairs: Pairs of the rows, with the reference's log-probabilities if the objective needs them.
 
         Returns:
-            () float32, and float32 for each of `sums`, without a gradient.
+            () float32, and a float32 vector with an entry for each of `sums`, without a gradient.
         """
         log_probs = self.log_probs(token_losses, pairs)
         if self.needs_reference:
@@ -119,18 +120,18 @@ class Preferences:
         return total, self._own([total.detach(), counted, pairs.lengths.sum(), *means])
 
     def means(self, read: dict[str, float]) -> dict[str, float]:
-        """Means for the record of a step, from its sums, which are taken out of the numbers that were read."""
+        """Means for the record of a step, computed from the step's sums, which are removed from `read`."""
         pairs = read.pop("pairs")
         means = {name: mean_of(read.pop(name), pairs) for name in MEANS}
         return {"pairs": pairs, **means, "reward_margin": means["reward_chosen"] - means["reward_rejected"]}
 
     def _own(self, sums: Sequence[Tensor]) -> Tensor:
-        """Stack sums over rows, on one context parallel rank; zeros on the others, which have the same sums."""
+        """Stack sums over rows on one context parallel rank; zeros on the other cp ranks, which have the same sums."""
         stacked = torch.stack([*sums])
         return stacked if self._share is None else stacked * self._share
 
     def _dpo(self, log_probs: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """Losses of the pairs, (B, K), and rewards of the answers, (B, 2K)."""
+        """DPO losses of the pairs, (B, K), and rewards of the answers, (B, 2K)."""
         assert pairs.reference is not None
         rewards = self._config.beta * (log_probs - pairs.reference)
         chosen, rejected = rewards.unflatten(-1, (-1, 2)).unbind(-1)
@@ -141,9 +142,9 @@ class Preferences:
         return losses, rewards
 
     def _orpo(self, log_probs: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """Losses of the pairs, (B, K), and rewards of the answers, (B, 2K): their weighed mean log-probabilities."""
+        """ORPO losses of the pairs, (B, K), and rewards of the answers, (B, 2K): weighted mean log-probabilities."""
         means = log_probs / pairs.lengths.clamp(min=1)
-        # An answer that is not there gets a value whose odds have a gradient, which is left out afterwards.
+        # An absent answer gets a value whose odds have a finite gradient; its loss is masked later.
         means = torch.where(pairs.lengths > 0, means, -1.0)
         log_odds = means - torch.log(-torch.expm1(means.clamp(max=-_SMALLEST)))
         chosen, rejected = log_odds.unflatten(-1, (-1, 2)).unbind(-1)

@@ -1,13 +1,14 @@
-"""Memory of a rank: the training state after its last update, from which a run goes on when a peer is lost.
+"""In-memory recovery: the training state after a rank's last update, from which a run continues when a peer is lost.
 
-The update follows the sums over all ranks. So ranks differ by one update at most when one of them is lost. The run goes
-on from the newest step whose whole state the survivors hold together. A rank without that step receives its tensors
-from a replica: the replacement, and a survivor that is one update behind or was in the midst of one.
+An update follows the reductions over all ranks. So when a rank is lost, the others differ by one update at most. The
+run continues from the newest step whose whole state the survivors hold together. A rank without this step's state
+receives the tensors from a replica. Such a rank is the replacement, or a survivor that is one update behind or was in
+the middle of one.
 
-Nothing is copied during training: the memory refers to the state itself, which a step changes in its update alone. On
-a device that the host does not wait for, the update is queued once the sums have arrived: those of a group that has
-lost a rank are wrong. There, the state goes to the host's memory when the run has ended. The
-record, evaluation and checkpoint of the step are made again where a survivor had not concluded them.
+Nothing is copied during training: the memory refers to the state itself, which a step changes only in its update. On an
+asynchronous device, the host starts the update only after the reductions have arrived, since the sums of a group that
+has lost a rank are wrong. There, the state is copied to host memory after the run has ended. The record, evaluation and
+checkpoint of the step are repeated if a survivor had not finished them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from nxtrain.train.step import StepResult, TrainState
 
 @dataclass(frozen=True)
 class Standing:
-    """Step that a rank holds in memory, and True if its record, evaluation and checkpoint are made."""
+    """Step whose state a rank holds in memory, and True if its record, evaluation and checkpoint are finished."""
 
     step: int
     is_concluded: bool
@@ -37,12 +38,12 @@ class Standing:
 
 @dataclass(frozen=True)
 class AgreedStep:
-    """Agreement of all ranks on the state from which the run goes on.
+    """Agreement of all ranks on the step from whose in-memory state the run continues.
 
     Args:
-        step: Finished updates.
+        step: Number of finished updates.
         holders: Ranks that hold the state of the step.
-        is_concluded: The record, evaluation and checkpoint of the step are made.
+        is_concluded: The record, evaluation and checkpoint of the step are finished.
     """
 
     step: int
@@ -56,12 +57,12 @@ class AgreedStep:
 
 
 def agree(standings: Sequence[Standing | None], replicas: Iterable[Sequence[int]]) -> AgreedStep | None:
-    """Agree on the newest step that a rank of each group of replicas holds; None: there is none.
+    """Newest step whose state some rank of each replica group holds in memory; None if there is no such step.
 
-    The leader writes the files of a run. If it lost its memory, the step counts as not concluded.
+    The leader writes the files of a run. If the leader lost its memory, the step counts as not concluded.
 
     Args:
-        standings: Standing of each rank; None: its memory holds no whole state.
+        standings: Standing of each rank; None for a rank whose memory holds no whole state.
         replicas: Groups of ranks that hold the same tensors.
     """
     groups = [*replicas]
@@ -76,15 +77,16 @@ def agree(standings: Sequence[Standing | None], replicas: Iterable[Sequence[int]
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """Numbers after an update, equal on all ranks, with their tensors in host memory.
+    """Metadata and counters after an update, equal on all ranks, with their tensors in host memory.
 
     Args:
         meta: Metadata of a checkpoint at the step.
         counters: `TrainState.counters`.
-        reading: Progress of the guard; None: the guard has read the step.
-        saved_step: Step of the newest checkpoint; 0: none.
-        initial_norm: Observer of the norm of drawn weights.
-        result: Result of the step whose record, evaluation and checkpoint are still to be made; None: they are made.
+        reading: Progress of the numerics guard; None if the guard has read the step.
+        saved_step: Step of the newest checkpoint; 0 for none.
+        initial_norm: Observer of the norm of newly drawn weights.
+        result: Result of the step if its record, evaluation and checkpoint are still to be made; None if they are
+            finished.
     """
 
     meta: Meta
@@ -96,25 +98,25 @@ class StepNumbers:
 
     @property
     def recorded_step(self) -> int:
-        """Last step whose record stays."""
+        """Last step whose record in the metrics files is kept."""
         return self.meta.step if self.result is None else self.meta.step - 1
 
 
 class DescribesState(Protocol):
-    """Interface of an object that gives tensors and metadata of a checkpoint; see `Checkpoints`."""
+    """Interface of an object that provides the tensors and metadata of a checkpoint; see `Checkpoints`."""
 
     saved_step: int
 
     def shards(self) -> Shards:
-        """Tensors of the present state."""
+        """Tensors of the current training state."""
 
     def meta_at(self, step: int, stability: Mapping[str, Any]) -> Meta:
-        """Metadata of a step, given the state of the guard."""
+        """Metadata of a step's checkpoint, given the state of the numerics guard."""
 
 
 @dataclass(frozen=True)
 class WatchedRun:
-    """Parts of a run on one rank, from which the memory takes the state when the run ends."""
+    """Parts of a run on one rank from which the rank's memory takes the state when the run ends."""
 
     state: TrainState
     guard: NumericsGuard
@@ -123,12 +125,12 @@ class WatchedRun:
 
 
 class RankMemory(RunObserver):
-    """Training state of this rank after its last update; survives the loss of a peer.
+    """Training state of this rank after its last update, kept in memory when a peer is lost.
 
     Attributes:
-        is_kept: The run recovers in the job. Otherwise, the memory stays empty.
-        shards: Tensors of the state, once the run has ended here; empty: none.
-        resumed: Numbers with which this start went on from memory; None: it went on from elsewhere.
+        is_kept: The run recovers in the job (`recovery.in_job`). Otherwise the memory stays empty.
+        shards: Tensors of the state after the run has ended on this rank; empty for none.
+        resumed: Numbers from which this start continued in memory; None if it started from elsewhere.
     """
 
     def __init__(self, *, is_kept: bool = False) -> None:
@@ -146,7 +148,7 @@ class RankMemory(RunObserver):
         self._numbers: dict[bool, StepNumbers] = {}
 
     def watch(self, run: WatchedRun, step: int) -> TrainState:
-        """Refer to the state of a run after a step; return the state, whose updates the memory notices."""
+        """Refer to the training state of a run after a step; return a state that reports its updates to the memory."""
         state = run.state
         if not self.is_kept:
             return state
@@ -166,7 +168,7 @@ class RankMemory(RunObserver):
         return state.reporting(section)
 
     def updated(self, step: int, result: StepResult) -> None:
-        """Note that the update of a step is done, and its record, evaluation and checkpoint are not."""
+        """Note that a step's update is done, but its record, evaluation and checkpoint are not."""
         if self._run is not None:
             self._note(step, result)
 
@@ -174,12 +176,12 @@ class RankMemory(RunObserver):
         self._is_concluded = True
 
     def detach(self) -> None:
-        """Keep the tensors and numbers alone after the end of the run, whose other parts hold its process groups."""
+        """Keep only tensors and numbers after the end of the run, since its other parts hold process groups."""
         run, self._run = self._run, None
         if run is None or not self._is_whole:
             return
         shards = dict(run.checkpoints.shards())
-        if run.state.backend.is_asynchronous:  # the device may have no room for this state and that of the next start
+        if run.state.backend.is_asynchronous:  # the device may lack room for this state and the next start's
             for kind, tensors in shards.items():
                 shards[kind] = {name: tensor.cpu() for name, tensor in tensors.items()}
         self.shards = shards
@@ -194,11 +196,11 @@ class RankMemory(RunObserver):
 
     @property
     def standing(self) -> Standing | None:
-        """Step of the state; None: the state is absent, or between two steps."""
+        """Step whose state the memory holds; None if the state is absent, or in the middle of an update."""
         return Standing(self._step, self._is_concluded) if self._is_whole else None
 
     def agree(self, ranks: Ranks) -> AgreedStep | None:
-        """Agree with all ranks on the state from which this start goes on; None: no state is whole in memory."""
+        """Agree with all ranks on the step from which this start continues; None if no whole state is in memory."""
         self.resumed = None
         if not self.is_kept:
             return None
@@ -206,7 +208,11 @@ class RankMemory(RunObserver):
         return agree(ranks.gather(self.standing), [*mesh.dense.replica.groups, *mesh.experts.replica.groups])
 
     def numbers(self, *, is_concluded: bool) -> StepNumbers:
-        """Numbers of the step, as all ranks agreed to go on."""
+        """Metadata and counters of the step in memory.
+
+        Args:
+            is_concluded: All ranks agreed that the step is concluded.
+        """
         return self._numbers[is_concluded]
 
     def _note(self, step: int, result: StepResult | None) -> None:
@@ -218,5 +224,5 @@ class RankMemory(RunObserver):
         self._result = result
         self._stability = guard.kept()
         self._reading = guard.reading
-        # Copies: a device may add the wrong numbers of the next step to the state's own before its update waits.
+        # Copies, since a device may already change the counters for the next step before the update waits.
         self._counters = {name: counter.detach().clone() for name, counter in self._run.state.counters.items()}

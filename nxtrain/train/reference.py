@@ -1,7 +1,7 @@
-"""Log-probabilities of answers by the reference of DPO and KTO, computed once before a run that changes every weight.
+"""Log-probabilities of answers by the reference of DPO and KTO, computed once before a run that trains all weights.
 
-The first weights compute all pairs of the corpus, shared over dp. The results are stored in a file next to the corpus,
-whose name has a hash of the weights and of the pairs. Later starts, resumes and other runs read the file.
+The initial weights compute all pairs of the corpus, divided over dp. The results are stored in a file next to the
+corpus, whose name has a hash of the weights and of the pairs. Later starts, resumes and other runs read the file.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from nxtrain.train.trainer import on_device
 LogProbs = NDArray[np.float32]
 
 CHECKSUM_BYTES = 8
-"""Bytes of the XXH3 at the end of a file."""
+"""Bytes of the XXH3 checksum at the end of a file of log-probabilities."""
 
 
 def with_reference(context: RunContext, data: Data) -> Data:
-    """Data whose pairs have the log-probabilities of the reference; every rank calls this at the same point.
+    """Add the reference's log-probabilities to the pairs of the data; every rank calls this at the same point.
 
     Raises:
         DataError: A file of an earlier start is damaged.
@@ -57,9 +57,9 @@ def with_reference(context: RunContext, data: Data) -> Data:
 
 
 def _of_corpus(context: RunContext, samples: PairSamples) -> LogProbs:
-    """Log-probabilities of every answer of a corpus, from its file or computed: (kinds, documents) float32.
+    """Log-probability of every answer of a corpus, read from its file or computed: (kinds, documents) float32.
 
-    Labelled answers have two kinds: the answer itself, and the one that `swap_answers` gives to its prompt.
+    Labelled answers have two kinds: the answer itself, and the answer that `swap_answers` gives to its prompt.
     """
     file = context.ranks.on_leader(lambda: _file(context.config, samples), "cannot read the first weights")
     shape = (1 + samples.labelled, samples.num_documents)
@@ -78,7 +78,7 @@ def _of_corpus(context: RunContext, samples: PairSamples) -> LogProbs:
 
 
 def _compute(context: RunContext, state: TrainState, samples: PairSamples) -> LogProbs:
-    """Compute all pairs, shared over dp, and gather the results on every rank."""
+    """Compute the log-probabilities of all pairs, divided over dp, and gather the results on every rank."""
     train, mesh = context.config.train, context.mesh
     share = BatchShare(train.global_batch, train.micro_batch, mesh.dp.rank, mesh.dp.size)
     loader = Loader(samples, share, seed=0, shuffle=False, doc_mask=True, past_end="pad")
@@ -101,7 +101,7 @@ def _compute(context: RunContext, state: TrainState, samples: PairSamples) -> Lo
             if progress is not None:
                 progress.show(step + 1)
     whole = np.full((1 + samples.labelled, samples.num_documents), np.nan, np.float32)
-    # Equal on the ranks of tp and cp, of which one speaks; pairs longer than a row stay NaN, and no row has them.
+    # Ranks of tp and cp have equal results, and one of them sends. Pairs longer than a row stay NaN and are not used.
     speaks = mesh.tp.rank == mesh.cp.rank == 0 and bool(values)
     mine = (np.concatenate(indices), np.concatenate(values)) if speaks else None
     for part in context.ranks.gather(mine):
@@ -111,7 +111,7 @@ def _compute(context: RunContext, state: TrainState, samples: PairSamples) -> Lo
 
 
 def _file(config: RunConfig, samples: PairSamples) -> Path:
-    """File of the results, next to the corpus if that is a file or a folder of this machine that may be written."""
+    """File of the log-probabilities: next to the corpus if that folder is local and writable, else in the run's."""
     weights = [HfFolder(Path(config.model.hf)).fingerprint(), config.finetune.method, config.precision.params]
     if config.finetune.adapter:
         folder = Path(config.finetune.adapter)
@@ -132,7 +132,7 @@ def _file(config: RunConfig, samples: PairSamples) -> Path:
 
 
 def _read(file: Path, shape: tuple[int, int]) -> LogProbs | None:
-    """Read the results of an earlier start; None if there are none."""
+    """Read the log-probabilities of an earlier start; None if there is no file."""
     if not file.exists():
         return None
     content = read_bytes(file)
@@ -146,6 +146,6 @@ def _read(file: Path, shape: tuple[int, int]) -> LogProbs | None:
 
 def _write(file: Path, values: LogProbs) -> None:
     body = io.BytesIO()
-    np.save(body, values if len(values) > 1 else values[0])  # pairs have one kind, and their files one dimension
+    np.save(body, values if len(values) > 1 else values[0])  # one kind for pairs: one dimension
     with replacing(file) as draft:
         draft.write(body.getvalue() + xxhash.xxh3_64_digest(body.getvalue()))

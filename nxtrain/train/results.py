@@ -1,4 +1,4 @@
-"""Results of a run: the held-out loss, in `summary.json` and in a message, and the adapter."""
+"""Results of a run: held-out loss in `summary.json` and as a message, and the trained adapter."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from nxtrain.train.step import TrainState
 
 @dataclass(frozen=True)
 class Summary:
-    """Held-out loss, and the entropy and the size of the text to which the loss is compared.
+    """Held-out loss of a run, with the entropy and the size of the evaluated text for comparison.
 
     Attributes:
         val_loss: Mean loss over the evaluated tokens, in nats; None without such tokens.
         unigram_entropy: Best loss on the same tokens of a model without context, in nats; None without such tokens.
-        bits_per_byte: Loss in bits per byte of the evaluated text, which runs with other tokenizers can be compared by;
+        bits_per_byte: Loss in bits per byte of the evaluated text, which compares runs with different tokenizers;
             None if the tokenizer's tokens have no fixed number of bytes.
         val_tokens: Number of evaluated targets; none is of a prompt, or after the end of a masked document.
         val_bytes: Bytes of text of the evaluated tokens; None if unknown.
@@ -44,12 +44,12 @@ class Summary:
 
     @staticmethod
     def of(val_loss: float, data: Data, num_rows: int, *, doc_mask: bool = False) -> Summary:
-        """Summary of a run.
+        """Compute the summary of a run from its held-out loss.
 
         Args:
             val_loss: Mean loss over the evaluated tokens, in nats.
             data: Data of the run; has validation rows.
-            num_rows: Number of first validation rows that are evaluated, if there are so many.
+            num_rows: Largest number of validation rows, from the first, that are evaluated.
             doc_mask: The evaluation has masks between documents.
         """
         rows = data.validation
@@ -63,7 +63,7 @@ class Summary:
         return Summary(val_loss, unigram_entropy(counts), bits, num_tokens, num_bytes)
 
     def __str__(self) -> str:
-        """Message with the loss, the bits per byte, and the entropy of the tokens."""
+        """Message with the held-out loss, the bits per byte, and the unigram entropy."""
         if self.val_loss is None or self.unigram_entropy is None:
             return "no held-out token is a target, so that there is no held-out loss"
         bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits per byte"
@@ -75,11 +75,11 @@ class Summary:
 
 
 def summarize(folder: Path, summary: Summary, print_line: Callable[[str], None]) -> None:
-    """Write and print the result of a run.
+    """Write the summary of a run to its folder, and print it.
 
     Args:
         folder: Folder of the run.
-        summary: The result.
+        summary: Summary of the run.
         print_line: Prints a line for the user.
     """
     (folder / SUMMARY_FILE).write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
@@ -87,18 +87,18 @@ def summarize(folder: Path, summary: Summary, print_line: Callable[[str], None])
 
 
 def base_fingerprint(config: RunConfig) -> str:
-    """Identity of the frozen weights; empty for a run that trains every weight."""
+    """Fingerprint of the frozen weights below adapters; empty for a run that trains all weights."""
     if not config.finetune.adapts:
         return ""
     return HfFolder(whole_folder(config.model.hf)).fingerprint()
 
 
 def save_adapter(folder: Path, state: TrainState, meta: Meta) -> None:
-    """Write the adapter that all ranks hold together in PEFT's format. Every rank calls this.
+    """Write the adapter in PEFT's format, gathered from all ranks. Every rank calls this.
 
     Args:
-        folder: Folder to make; an earlier adapter is replaced.
-        state: Train state.
+        folder: Folder to create; an earlier adapter is replaced.
+        state: Training state.
         meta: Metadata of the run.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Trial of a ring kernel of attention before a run uses the kernel, by comparison with gathered keys and values."""
+"""Test of a ring attention kernel before a run uses it, by comparison with attention on gathered keys and values."""
 
 from __future__ import annotations
 
@@ -14,22 +14,26 @@ from nxtrain.common.sequence_cut import SequenceCut
 from nxtrain.parallel.context_parallel import ContextParallel
 
 TRIAL_TOKENS = 512
-"""Tokens of a rank in the trial: one tile of the kernels."""
+"""Tokens of a rank in the test of a ring kernel: one tile of the kernel."""
 
 
 def refuse_wrong_ring(
     backend: Backend, context: ContextParallel | None, world: Axis, head_size: int, wanted: str
 ) -> None:
-    """Remove a ring kernel from the run unless its results are right on every rank; announce the reason.
+    """Remove a ring attention kernel from the run unless its results are right on every rank, and record the reason.
 
-    Every rank of the run calls this, and all come to the same choice: ranks that gather would wait for those of a ring.
+    Every rank of the run calls this, and all ranks make the same choice. Otherwise ranks that gather would wait for
+    ranks that use the ring.
 
     Args:
+        backend: This rank's device.
+        context: Context parallel attention of the run; None without context parallelism.
         world: Axis of all ranks.
+        head_size: Size of an attention head.
         wanted: `backend.attention`.
 
     Raises:
-        BackendError: The kernel is wanted, and some rank cannot have it.
+        BackendError: The configuration requires the kernel, and a rank cannot use it.
     """
     if context is None or not backend.has_rings or backend.extracts:
         return
@@ -42,15 +46,15 @@ def refuse_wrong_ring(
     if not why:
         return
     if wanted == "flash":
-        raise BackendError(f"backend.attention=flash cannot run on these devices: ring kernels: {why}; use auto")
+        raise BackendError(f"backend.attention=flash cannot run on these devices: ring kernels: {why}; set it to auto")
     backend.ring = None
-    assert backend.attention is not None, "whoever chooses a ring announces it"
+    assert backend.attention is not None, "a backend with a ring kernel has chosen its attention"
     reason = f"the NKI Library's ring kernels cannot be had: {why}. Keys and values are gathered"
     backend.attention = replace(backend.attention, kind="blocked", reason=reason)
 
 
 def _largest(number: float, backend: Backend, world: Axis) -> float:
-    """Largest number of all ranks."""
+    """Largest value of a number over all ranks."""
     return float(backend.collectives.all_reduce(backend.put(torch.tensor([number])), world, "max"))
 
 
@@ -72,7 +76,7 @@ def _failure(backend: Backend, context: ContextParallel, world: Axis, head_size:
             results.append([out, *torch.autograd.grad(out, given, grad.to(dtype))])
         errors = [relative_error(mine, right) for mine, right in zip(*results, strict=True)]
         worst = float(torch.stack(errors).max().nan_to_num(nan=float("inf")))
-    except Exception as error:  # drivers raise errors of their own
+    except Exception as error:  # drivers raise exceptions of any type
         why = first_line(error)
     of_all = _largest(worst, backend, world)
     return why or wrong_numbers(of_all)

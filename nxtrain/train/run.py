@@ -1,4 +1,4 @@
-"""A run on one rank that is ready to train: the training with its end, and the results."""
+"""A run on one rank that is ready to train: training, orderly shutdown, and results."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from nxtrain.train.trainer import Trainer
 
 @dataclass(frozen=True)
 class Run:
-    """A run on one rank; `assemble` makes it.
+    """Assembled run on one rank; `assemble` creates it.
 
     Args:
         context: The open context.
         data: Data of the run.
         inputs: Identity of the data and the tokenizer.
-        begun: Metadata of the step from which the run goes on.
+        begun: Metadata of the step from which the run continues.
         trainer: Training loop with the state, the observers and the sinks of the records.
         checkpoints: Checkpoints of the run.
         recompiles: Observer of graphs that are compiled again.
@@ -46,7 +46,7 @@ class Run:
     work: WorkMeter
 
     def train(self) -> float | None:
-        """Train to the last step, and wait for the last checkpoint; returns the last held-out loss, if any."""
+        """Train to the last step and wait for the last checkpoint; return the last held-out loss, or None."""
         context = self.context
         try:
             with explaining_memory(context, self.trainer.state), self._draining(), self._observed():
@@ -60,7 +60,7 @@ class Run:
                 sink.close()
 
     def finish(self, val_loss: float | None) -> None:
-        """Write the results: the adapter, and the summary if there is a held-out loss."""
+        """Write the results of the run: the adapter, and the summary if there is a held-out loss."""
         context, config = self.context, self.context.config
         if config.finetune.adapts:
             meta = meta_at(0, context.plan, self.inputs)
@@ -72,7 +72,7 @@ class Run:
 
     @contextmanager
     def _observed(self) -> Iterator[None]:
-        """Report the begin and the end of the training to the observers."""
+        """Context that reports the beginning and the end of training to the observers."""
         observers, watchdog = self.trainer.observers, self.context.watchdog
         observers.begin(self.begun.step)
         if watchdog is not None:
@@ -82,7 +82,7 @@ class Run:
         except BaseException as error:
             cause: BaseException = error
             if isinstance(error, Exception) and not isinstance(error, NxtrainError):
-                # The first error, of which the library's error is a consequence, such as a lost connection.
+                # The library's error, such as a lost connection, may follow from an earlier error: the cause.
                 cause = self.context.backend.failed(error)
             outcome: Outcome = "failed"
             if isinstance(error, StoppedBySignal):
@@ -95,7 +95,10 @@ class Run:
 
     @contextmanager
     def _draining(self) -> Iterator[None]:
-        """Wait for the last checkpoint after an end on which all ranks agree; after other errors, ranks may be lost."""
+        """Context that waits for the last checkpoint if the run ends on all ranks by agreement.
+
+        After other errors it does not wait, since ranks may be lost.
+        """
         context = self.context
         try:
             yield

@@ -1,4 +1,4 @@
-"""Data of a run on one rank: the open data, and the loaders of its batches."""
+"""Data of a run on one rank: the opened data, and the loaders of training and validation batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nxtrain.train.tokenizer import tokenizer_of_weights
 
 
 def open_run_data(context: RunContext, mirrored: Mirrored | None) -> Data:
-    """Open the data of the run; the leader of each disk makes its token files first."""
+    """Open the data of the run; one leader rank per disk writes the token files first."""
     config, workdir = context.config, context.config.run.dir / DATA_DIR
     validation_rows = 0
     if config.train.eval_every:
@@ -44,12 +44,12 @@ def open_run_data(context: RunContext, mirrored: Mirrored | None) -> Data:
 
 
 def train_batches(context: RunContext, data: Data, meta: Meta, skips: Skips) -> Batches:
-    """Training batches that go on after a step."""
+    """Training batches that continue after the step of a checkpoint."""
     config = context.config
     sizes = config.train.batch_sizes(meta.step, meta.tokens)
     workers = None  # a thread of the rank tokenizes and packs
     if config.data.workers:
-        # All replacements together take less time than the rank has before it counts as hung itself.
+        # Even if all restarts time out, the rank itself does not count as hung.
         timeout_s = config.recovery.hang_timeout_s / (config.data.worker_restarts + 2)
         workers = WorkerPolicy(config.data.workers, config.data.worker_restarts, timeout_s, context.backend.rank)
     order = BatchOrder(
@@ -66,7 +66,7 @@ def train_batches(context: RunContext, data: Data, meta: Meta, skips: Skips) -> 
 
 
 def lengths_after(context: RunContext, meta: Meta) -> SeqLengths | None:
-    """Sequence length of each step after a checkpoint; None: a row is one sequence in every step."""
+    """Sequence length of each step after a checkpoint; None without a ramp, when each row is one sequence."""
     train = context.config.train
     sizes = train.batch_sizes(meta.step, meta.tokens)
     return seq_lengths(train.seq_ramp, train.seq_len, sizes, step=meta.step, tokens=meta.tokens)

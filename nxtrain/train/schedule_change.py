@@ -1,4 +1,4 @@
-"""Learning rate of a resumed run: warmup again after the checkpoint, and messages about changes of the schedule."""
+"""Learning rate of a resumed run: warm-up after the checkpoint, and messages about changes of the schedule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.optim.schedule import Schedule
 
 JUMP = 1.1
-"""Ratio of consecutive learning rates from which a message warns of a jump."""
+"""Ratio of consecutive learning rates above which a message warns of a jump."""
 
 
 def with_rewarming(meta: Meta, config: RunConfig, *, is_own: bool) -> Meta:
@@ -19,7 +19,7 @@ def with_rewarming(meta: Meta, config: RunConfig, *, is_own: bool) -> Meta:
     Args:
         meta: Metadata of the checkpoint.
         config: Configuration of the run.
-        is_own: The checkpoint is the newest of the run itself, whose warmup may have begun before.
+        is_own: The checkpoint is the newest of the same run, which may already be warming up again.
     """
     steps = config.optim.rewarm_steps
     if is_own and steps and meta.rewarm_after is not None and meta.settings.get("optim.rewarm_steps") == steps:
@@ -31,7 +31,7 @@ def with_rewarming(meta: Meta, config: RunConfig, *, is_own: bool) -> Meta:
 
 
 def rate_changes(meta: Meta, config: RunConfig) -> str:
-    """Message about the learning rate after a resume; empty if the schedule is that of the checkpoint's run.
+    """Message about the learning rate after a resume; empty if the schedule equals that of the checkpoint's run.
 
     Args:
         meta: Metadata of the checkpoint, after `with_rewarming`.
@@ -42,7 +42,7 @@ def rate_changes(meta: Meta, config: RunConfig) -> str:
     if not step or there is None:
         return ""
     old, new = there.at(step), here.at(step + 1)
-    # The next steps, and some up to the last.
+    # The next step, and about 64 more steps up to the last.
     last = config.train.steps
     steps = (step + 1, *range(step + 2, last + 1, max(1, (last - step) // 64)), last)
     if all(there.at(later) == here.at(later) for later in steps):
@@ -57,7 +57,7 @@ def rate_changes(meta: Meta, config: RunConfig) -> str:
 
 
 def _schedule_there(meta: Meta) -> Schedule | None:
-    """Schedule of the run that wrote the checkpoint; None if its settings are not recorded."""
+    """Learning-rate schedule of the run that wrote the checkpoint; None if its settings are not recorded."""
     settings = {key.removeprefix("optim."): value for key, value in meta.settings.items()}
     keys = {key: settings[key] for key in ScheduleConfig.model_fields if key in settings}
     if "lr" not in keys:

@@ -1,4 +1,4 @@
-"""Start of a run from drawn weights, a Hugging Face folder or a checkpoint."""
+"""Start of a run's training state from drawn weights, a Hugging Face folder, a checkpoint, or the memory of ranks."""
 
 from __future__ import annotations
 
@@ -38,23 +38,24 @@ def start(
     rollbacks: Rollbacks | None = None,
     memory: RankMemory | None = None,
 ) -> tuple[TrainState, Meta, bool]:
-    """Build this rank's state and fill it with its first values.
+    """Build this rank's training state and fill it with its initial values.
 
-    With `checkpoint.resume=auto`, a damaged checkpoint is quarantined, and the one before it is loaded.
+    With `checkpoint.resume=auto`, a damaged checkpoint is quarantined, and the checkpoint before it is loaded.
 
     Args:
         context: The run on this rank.
         inputs: Identity of the run's data and tokenizer.
-        mirrored: The mirror of the checkpoints; None: there is no mirror.
-        rollbacks: Rollbacks of the run; None: there are none.
-        memory: Memory of this rank; the run goes on from the memories if they hold the whole state. None: it is empty.
+        mirrored: Mirror of the checkpoints; None for no mirror.
+        rollbacks: Rollbacks of the run; None for none.
+        memory: Memory of this rank. If the memories of all ranks hold a whole state, the run continues from it. None
+            for an empty memory.
 
     Returns:
         The state, the metadata of its step, and True if its weights were drawn.
 
     Raises:
-        CheckpointError: The checkpoint to continue is damaged or belongs to another run, or the storage fails.
-        ConfigError: The Hugging Face folder of `model.init=hf` does not fit.
+        CheckpointError: The checkpoint to resume is damaged or belongs to another run, or the storage fails.
+        ConfigError: The Hugging Face folder of `model.init=hf` does not fit the model.
     """
     plan, mesh = context.plan, context.mesh
     fresh = meta_at(0, plan, inputs)
@@ -81,7 +82,7 @@ def start(
     init: Literal["draw", "hf", "zeros"] = "draw"
     if reads_hf:
         init = "hf"
-    if (sources or agreement) and not plan.config.finetune.adapts:  # neither holds the weights below adapters
+    if (sources or agreement) and not plan.config.finetune.adapts:  # neither has the frozen weights below adapters
         init = "zeros"
     model = build_model(plan, context.backend, mesh, init=init)
     state = build_state(plan, model, context.backend, mesh)
@@ -115,11 +116,11 @@ def start(
 def _resume(
     state: TrainState, sources: Sequence[Location], fresh: Meta, plan: Resolved, ranks: Ranks, *, trained: bool
 ) -> tuple[Meta, list[DamagedError]]:
-    """Fill the state from a checkpoint; returns its metadata, and the damage that fallbacks replaced on all ranks."""
+    """Fill the state from a checkpoint; return its metadata, and the damage on all ranks that fallbacks replaced."""
     checkpoint, *fallbacks = sources
     meta = ranks.on_leader(lambda: read_known(checkpoint), f"cannot load {checkpoint}")
     refuse_drift(checkpoint, meta, fresh.model_copy(update={"kinds": tuple(shards_of(state))}), plan, trained=trained)
-    weights_only = meta.step == 0  # it is a conversion
+    weights_only = meta.step == 0  # a converted checkpoint has no optimizer state
     replaced = restore(state, checkpoint, weights_only=weights_only, ranks=ranks, fallbacks=fallbacks)
     damaged: list[DamagedError] = []
     for of_rank in ranks.gather(replaced):
@@ -136,7 +137,8 @@ def _resume(
 def _recall(context: RunContext, state: TrainState, memory: RankMemory, agreement: AgreedStep) -> Meta:
     """Fill the state from the memories of the ranks; return the metadata of its step.
 
-    A holder has each tensor itself. Any other rank receives it from the first holder among its replicas.
+    A rank that holds the step copies its own tensors. Any other rank receives each tensor from the first holder among
+    its replicas.
     """
     comm, me = state.backend.collectives, state.mesh.rank
     holds = me in agreement.holders
@@ -169,7 +171,7 @@ def _recall(context: RunContext, state: TrainState, memory: RankMemory, agreemen
 
 
 def shards_of(state: TrainState) -> Shards:
-    """Tensors of a checkpoint: the weights, in the type of the parameters, and the optimizer's state."""
+    """Tensors of a checkpoint: the weights, in the type of the parameters, and the optimizer state."""
     weights = {name: shard.detach().to(state.precision.params) for name, shard in state.data_parallel.shards.items()}
     return {MODEL: weights, **state.optimizer.state}
 
@@ -182,20 +184,20 @@ def restore(
     ranks: Ranks | None = None,
     fallbacks: Sequence[Location] = (),
 ) -> list[DamagedError]:
-    """Fill a state from a checkpoint; fallbacks replace files that are damaged or absent.
+    """Fill a training state from a checkpoint; fallback locations replace files that are damaged or absent.
 
     Args:
-        state: Train state to fill.
+        state: Training state to fill.
         checkpoint: Location of the checkpoint.
         weights_only: Load no optimizer state, and reset the optimizer.
-        ranks: All ranks of the run; None: those of the state.
+        ranks: All ranks of the run; None for those of the state.
         fallbacks: Other locations of the same checkpoint.
 
     Returns:
         Damage that was found in one location and replaced from another.
 
     Raises:
-        DamagedError: A file of the checkpoint differs from what was written.
+        DamagedError: A file of the checkpoint differs from the file that was written.
         CheckpointError: The checkpoint does not fit the state.
     """
     shards = shards_of(state)
@@ -209,10 +211,10 @@ def restore(
 
 @torch.no_grad()
 def settle(state: TrainState, shards: Shards, *, weights_only: bool) -> None:
-    """Copy the loaded weights to the tensors that the next step reads; with `weights_only`, reset the optimizer."""
+    """Copy loaded weights to the parameters that the next step reads; with `weights_only`, also reset the optimizer."""
     masters = {} if weights_only else state.optimizer.state.get("master", {})
     for name, shard in state.data_parallel.shards.items():
-        # A shard of the weights' own type was filled in place; a shard that is a master is more precise than they are.
+        # Shards in the weights' type were filled in place. A shard that is a master copy is more precise than weights.
         if shard.dtype != state.precision.params and shard is not masters.get(name):
             shard.copy_(shards[MODEL][name])
     if weights_only:

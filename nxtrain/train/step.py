@@ -1,4 +1,4 @@
-"""One training step on the device, from token ids to new weights."""
+"""One training step or evaluation step on the device: forward, backward, gradient reduction and optimizer update."""
 
 from __future__ import annotations
 
@@ -33,37 +33,38 @@ from nxtrain.train.kto import Kto
 from nxtrain.train.preferences import Pairs, Preferences
 
 _SECTIONS: dict[str, Section] = {"forward": "forward", "backward": "backward", "weight": "backward"}
-"""Sections of a pipeline's actions; transfers belong to the section before them."""
+"""Section of a step for each kind of pipeline action; a transfer belongs to the section before it."""
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """State that a training step reads and updates.
+    """Training state that a step reads and updates: model, gradients, optimizer, device and running sums.
 
     Args:
         model: The model, built and filled.
-        data_parallel: Parameters shared with the other data parallel ranks, and the shards that this rank updates.
+        data_parallel: Data parallel strategy, with the shards that this rank updates.
         gradients: Reduction and norm of the gradients.
         optimizer: Update rule with its state.
-        pipeline: The stages' work on a batch; None: one stage is the whole model.
-        num_params: Number of parameters of the whole model that are trained.
+        pipeline: Pipeline stage of this rank; None without pipeline parallelism.
+        num_params: Number of trained parameters of the whole model.
         backend: Device and collectives.
         precision: Types of parameters, gradients and optimizer state.
-        clip: Largest global gradient norm; 0: never clip.
-        sums: (2,) float32 on the device, loss and tokens of the micro-batches since the last update; with experts
-            (4,), the losses of the routers as well; on answers, those of `Preferences.sums`.
+        clip: Largest global gradient norm; 0 for no clipping.
+        sums: (2,) float32 on the device, loss and tokens of the micro-batches since the last update. With experts (4,),
+            including the routers' losses. With an objective on answers, the sums of `Preferences.sums`.
         history: Losses and gradient norms of the last steps.
-        section: Called as each section of a step begins.
-        loss_scale: Factor of fp16 gradients; None: 1.
-        noise: Meter of the gradient noise scale; None: it is not measured.
-        z_sum: (1,) float32 on the device, terms of the z-loss since the last update; None: there is no z-loss.
-        accumulates: Some steps of the run have several micro-batches, so that each micro-batch is a graph of its own.
-        context_parallel: Ranks that share the positions of each sequence; None: this rank has all positions.
-        preferences: Objective on answers; None: the cross entropy of tokens.
-        loads: Loads of the experts in the forward passes since the last update, as of `CausalLM.count_loads`; None
+        section: Called when a section of a step begins.
+        loss_scale: Loss scale of fp16 gradients; None for other types.
+        noise: Meter of the gradient noise scale; None if it is not measured.
+        z_sum: (1,) float32 on the device, terms of the z-loss since the last update; None without z-loss.
+        accumulates: Some steps of the run have several micro-batches, so that each micro-batch is a separate graph.
+        context_parallel: Ranks that share the positions of each sequence; None if this rank has all positions.
+        preferences: Objective on answers; None for the cross entropy of tokens.
+        loads: Loads of the experts in the forward passes since the last update, as in `CausalLM.count_loads`; None
             without experts.
-        sequence_parallel: Ranks of tp have different tokens between layers, whose loads are summed as well.
-        has_padding: Rows may have padding, which the losses of the routers leave out.
+        sequence_parallel: Ranks of tp have different tokens between layers, so that expert loads are also summed over
+            tp.
+        has_padding: Rows may have padding, which the routers' losses exclude.
     """
 
     model: nn.Module
@@ -89,7 +90,7 @@ class TrainState:
     has_padding: bool = False
 
     def reporting(self, section: Callable[[Section], None]) -> TrainState:
-        """The same state, whose steps report their sections."""
+        """Copy of the state whose steps report their sections to a callback."""
 
         def watch(action: Action) -> AbstractContextManager[None]:
             if action.kind in _SECTIONS:
@@ -102,12 +103,12 @@ class TrainState:
 
     @property
     def layout(self) -> Layout:
-        """The entries of the model that this rank updates."""
+        """Layout of the parameter entries that this rank updates."""
         return self.data_parallel.layout
 
     @property
     def table(self) -> ParamTable:
-        """Parameters of this rank's stage with their sharding over tp."""
+        """Sharding over tp of the parameters of this rank's stage."""
         return self.layout.table
 
     @property
@@ -122,7 +123,7 @@ class TrainState:
 
     @property
     def counters(self) -> dict[str, Tensor]:
-        """Running numbers of the steps, equal on all ranks: tensors that steps change in place, by name."""
+        """Running counters that steps change in place, as tensors by name; equal on all ranks."""
         counters = {"history": self.history.entries, "num_updates": self.optimizer.num_updates}
         if self.noise is not None:
             counters["noise"] = self.noise.means
@@ -132,20 +133,20 @@ class TrainState:
 
     @property
     def lm(self) -> CausalLM:
-        """The model with the type of a causal language model."""
+        """The model, typed as a causal language model."""
         return self.model  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Results of a step as () float32 tensors on the device, equal on all ranks.
+    """Results of a training step, as () float32 tensors on the device, equal on all ranks.
 
     Args:
-        loss: Mean over the tokens of the global batch, or over its pairs.
+        loss: Mean loss over the tokens of the global batch, or over its pairs.
         grad_norm: Norm of the whole gradient before clipping.
-        num_tokens: Number of targets that counted; of an objective on answers, the number of pairs or answers.
-        others: Further numbers by name: `z_loss`, the mean of the terms that the z-loss adds to the tokens' losses, and
-            that `loss` is without; sums over answers.
+        num_tokens: Number of targets that count; with an objective on answers, the number of pairs or answers.
+        others: Further numbers by name. `z_loss` is the mean term that the z-loss adds to a token's loss; `loss` does
+            not include it. Objectives on answers add their sums.
         routing: (2,) load balancing loss and z-loss of the routers; None without experts.
         loads: (layers, E + 3) loads of the experts, the rows of `nxtrain.metrics.routers.Loads`; None without experts.
     """
@@ -159,16 +160,16 @@ class StepResult:
 
 
 def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
-    """Compute the gradient of the mean loss over the global batch's tokens or pairs, clip it and update.
+    """Compute the gradient of the mean loss over the global batch, clip it, and update the parameters.
 
     Losses and gradients are summed over tokens and averaged over the ranks of dp x cp. The division by the number of
-    tokens per rank comes with the update. So every micro-batch is the same work, whatever their number.
+    tokens per rank is part of the update. So every micro-batch runs the same graph, for any number of micro-batches.
 
     If the loss or the norm of the gradient is not finite, nothing is updated; the step still counts. Both are NaN
     without a target. With fp16, the update also divides by the loss scale, which an overflow lowers.
 
     Args:
-        state: Train state, changed in place.
+        state: Training state, changed in place.
         batch: This rank's sequences.
         lr: Learning rate.
     """
@@ -176,7 +177,7 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
     state.section("reduce")
     sums, loads = _take_sums(state)
     loss, num_tokens, *_ = sums.unbind()
-    # Factor that makes the gradient of the mean loss of what backward passes add up.
+    # Factor that converts the accumulated gradient to the gradient of the mean loss per token.
     per_token = state.mesh.dp_cp.size / num_tokens
     if state.loss_scale is not None:
         per_token = per_token / state.loss_scale.per_position()
@@ -189,7 +190,7 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
         state.noise.add(grads, per_token, num_positions, skip)
     state.history.note(loss, norm, num_tokens)  # after the last collective before the update, which a lost peer may end
     state.section("optimizer")
-    (rate,) = state.backend.scalars(lr)  # only here: an uploaded number joins the graph that is recorded next
+    (rate,) = state.backend.scalars(lr)  # uploaded only here, since it becomes part of the next recorded graph
     state.optimizer.step(grads, rate, clip_factor(norm, state.clip) * per_token, skip)
     state.data_parallel.publish()
     if state.loss_scale is not None:
@@ -198,10 +199,7 @@ def train_step(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
 
 
 def _take_sums(state: TrainState) -> tuple[Tensor, Tensor | None]:
-    """Sums over the global batch: those of `TrainState.sums` and of the z-loss, if any, and the loads of experts.
-
-    The next step begins at 0.
-    """
+    """Sums over the global batch: `TrainState.sums`, the z-loss if any, and the loads of experts; resets them to 0."""
     comm, parts = state.backend.collectives, [state.sums]
     if state.z_sum is not None:
         parts.append(state.z_sum)
@@ -223,7 +221,7 @@ def _take_sums(state: TrainState) -> tuple[Tensor, Tensor | None]:
 
 
 def _add(state: TrainState, sums: Tensor) -> None:
-    """Add the sums of a micro-batch, and the measures of its routers, to those since the last update."""
+    """Add the sums of a micro-batch, and its router losses, to the sums since the last update."""
     if state.lm.routing is not None:
         sums = torch.cat([sums, state.lm.routing])
     state.sums.add_(sums)
@@ -241,7 +239,7 @@ def _other_numbers(state: TrainState, sums: Tensor) -> tuple[dict[str, Tensor], 
 
 
 def _accumulate(state: TrainState, batch: DeviceBatch) -> None:
-    """Add up the gradients and the losses of all micro-batches."""
+    """Run forward and backward of all micro-batches, and add up their gradients and losses."""
     pairs = _with_reference(state, batch)
 
     def on_loss(loss: Tensor, targets: Tensor) -> Tensor:
@@ -266,7 +264,7 @@ def _accumulate(state: TrainState, batch: DeviceBatch) -> None:
 def _objective(
     state: TrainState, loss: Tensor, targets: Tensor, pairs: Pairs | None
 ) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Loss with which backward begins, and the sums of a micro-batch, from what the model returns."""
+    """Loss with which backward begins, and a function for the sums of a micro-batch, from the output of the model."""
     if state.preferences is not None and pairs is not None:
         loss, counted = state.preferences.loss(loss, pairs)
         return loss, lambda: counted
@@ -278,10 +276,11 @@ def _sums(loss: Tensor, targets: Tensor) -> Tensor:
 
 
 def _with_reference(state: TrainState, batch: DeviceBatch) -> Iterator[Pairs | None]:
-    """Answers of each micro-batch, with the log-probabilities of the frozen weights where no others are given.
+    """Answers of each micro-batch, with log-probabilities by the reference, which the frozen weights compute if needed.
 
-    Without stages, the frozen weights compute a micro-batch when its turn comes, as a part of its graph. Stages compute
-    all micro-batches first, together. Labelled answers get the divergence over the global batch as well.
+    Without a pipeline, the frozen weights compute each micro-batch just before its forward pass, in the same graph.
+    With a pipeline, all micro-batches are computed first. Labelled answers also get the divergence over the global
+    batch.
     """
     preferences, answers = state.preferences, batch.pairs
     if preferences is None:
@@ -322,7 +321,7 @@ def _beside_frozen(state: TrainState, preferences: Preferences, pairs: Pairs, mi
 
 @torch.no_grad()
 def answer_log_probs(state: TrainState, batch: DeviceBatch) -> list[Tensor]:
-    """Log-probabilities of the answers of each micro-batch, (B, 2K) float32; none before the last pipeline stage."""
+    """Log-probabilities of the answers of each micro-batch, (B, 2K) float32; empty before the last pipeline stage."""
     preferences = state.preferences
     assert preferences is not None
     log_probs: list[Tensor] = []
@@ -342,9 +341,10 @@ def answer_log_probs(state: TrainState, batch: DeviceBatch) -> list[Tensor]:
 
 @torch.no_grad()
 def eval_step(state: TrainState, batch: DeviceBatch) -> list[tuple[Tensor, ...]]:
-    """Sum of the losses and number of tokens of each micro-batch, or the `Preferences.sums` over its answers.
+    """Loss sum and token count of each micro-batch, or the `Preferences.sums` over its answers, without gradients.
 
-    Each is () float32, equal on all ranks. Every micro-batch runs the same graph; nothing is accumulated on the device.
+    Each number is () float32, equal on all ranks. Every micro-batch runs the same graph, and nothing is accumulated on
+    the device.
     """
     sums = []
     pairs = _with_reference(state, batch)
@@ -362,7 +362,7 @@ def eval_step(state: TrainState, batch: DeviceBatch) -> list[tuple[Tensor, ...]]
             state.backend.step_boundary()
         return sums
     for (inputs, targets, *documents), own in zip(batch.micro_batches, pairs, strict=True):
-        # No name: a tensor that is still known at the boundary would be an output of the graph.
+        # The loss gets no name: a tensor that is still referenced at the boundary would be an output of the graph.
         counted = _objective(state, state.lm.loss(inputs, targets, *documents), targets, own)[1]
         sums.append(_over_batch(state, counted()))
         del counted
@@ -372,4 +372,4 @@ def eval_step(state: TrainState, batch: DeviceBatch) -> list[tuple[Tensor, ...]]
 
 def _over_batch(state: TrainState, sums: Tensor) -> tuple[Tensor, ...]:
     total = state.backend.collectives.all_reduce(sums, state.mesh.batch)
-    return tuple(number.clone() for number in total.unbind())  # views would be outputs in an order that varies
+    return tuple(number.clone() for number in total.unbind())  # views would be graph outputs in a varying order

@@ -1,4 +1,4 @@
-"""Profile of some steps on chosen ranks, by torch's profiler, with a span for each step and each kind of work."""
+"""Profile of some steps on chosen ranks by torch's profiler, with a span for each step and each kind of work."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from nxtrain.common.run_folder import PROFILES_DIR
 from nxtrain.metrics.run_observer import Outcome, RunObserver, Section, Work
 
 _STEP = 0
-"""Depth of the open span of a step."""
+"""Depth of a step's span in the stack of open profiler spans."""
 _WORK = 1
-"""Depth of the open span of a kind of work in the step."""
+"""Depth of the span of a kind of work in the stack of open profiler spans."""
 _SECTION = 2
-"""Depth of the open span of a section of the work."""
+"""Depth of the span of a section of work in the stack of open profiler spans."""
 
 
 class StepProfiler(RunObserver):
-    """Profiler of some steps of one rank; other steps take one more comparison for each kind of work.
+    """Profiler of some steps of one rank; in all other steps it costs one comparison per kind of work.
 
-    The file opens in Perfetto and in chrome://tracing. A start that ends within the steps writes what it has.
+    The trace file opens in Perfetto and in chrome://tracing. A start that ends within the profiled steps writes the
+    part that it has.
 
     Args:
-        first, last: Steps that are profiled.
+        first, last: First and last step that are profiled.
         logs: Folder of the run's logs.
         rank: This rank.
         print_line: Prints a message.
-        backend: Device that is recorded too, and its memory, where they can be; None: none.
+        backend: Device whose activity and memory are recorded too, if the backend supports it; None for the host only.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class StepProfiler(RunObserver):
         self._open.append(span)
 
     def _close(self, depth: int) -> None:
-        """Close the open spans at a depth and below it."""
+        """Close the open spans at a depth and all spans inside them."""
         while len(self._open) > depth:
             self._open.pop().__exit__(None, None, None)
 

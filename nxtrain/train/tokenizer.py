@@ -1,4 +1,4 @@
-"""Tokenizer of a run's first weights, which were trained on its ids and no other's."""
+"""Tokenizer of a run's initial weights, which know only the token ids of their own tokenizer."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from nxtrain.train.compatibility import RunInputs
 
 
 def tokenizer_of_weights(config: RunConfig, workdir: Path) -> KnownTokenizer | None:
-    """Tokenizer of the weights with which a run begins; None: the weights are drawn, or record no tokenizer.
+    """Tokenizer of a run's initial weights; None if the weights are drawn or record no tokenizer.
 
-    An unreadable checkpoint counts as one without a tokenizer: its error is raised when the checkpoint is loaded.
+    An unreadable checkpoint counts as one without a tokenizer, since its error is raised when the checkpoint is loaded.
 
     Args:
         config: Configuration of the run.
@@ -48,7 +48,7 @@ def tokenizer_of_weights(config: RunConfig, workdir: Path) -> KnownTokenizer | N
 
 
 def fetch_weights(config: RunConfig) -> None:
-    """Fetch the first weights from the Hub, before ranks wait for each other; none if a checkpoint has the weights."""
+    """Download the initial weights from the Hub before ranks wait for each other, unless a checkpoint has them."""
     if config.model.init != "hf" or model_named(config.model.hf) is None:
         return
     resume = config.checkpoint.resume
@@ -62,7 +62,7 @@ def fetch_weights(config: RunConfig) -> None:
 
 
 def refuse_other(folder: Path, inputs: RunInputs, allow_drift: Iterable[str]) -> None:
-    """Refuse data of another tokenizer than that of the Hugging Face folder whose weights are loaded.
+    """Refuse data whose tokenizer differs from the tokenizer of the Hugging Face folder whose weights are loaded.
 
     Args:
         folder: The Hugging Face folder; without a `tokenizer.json` nothing is refused.
@@ -78,9 +78,9 @@ def refuse_other(folder: Path, inputs: RunInputs, allow_drift: Iterable[str]) ->
     there = fingerprint([read_bytes(file)])
     if there != inputs.tokenizer:
         raise CheckpointError(
-            f"the tokenizer of the data is not that of model.hf={folder}, whose weights know other ids: its "
-            f"fingerprint is {there!r} there and {inputs.tokenizer!r} here. Leave data.tokenizer out to take that of "
-            'the folder, or use checkpoint.allow_drift=["tokenizer"] to go on all the same'
+            f"the tokenizer of the data differs from the tokenizer of model.hf={folder}, whose token ids the weights "
+            f"know: its fingerprint is {there!r} there and {inputs.tokenizer!r} here. Leave data.tokenizer out to use "
+            'the tokenizer of the folder, or set checkpoint.allow_drift=["tokenizer"] to train anyway'
         )
 
 
@@ -99,7 +99,7 @@ def read_known(checkpoint: Location) -> Meta:
 
 
 def _newest(address: str) -> list[Location]:
-    """Location of the checkpoint at an address, as a list; empty if there is none."""
+    """Location of the checkpoint at an address, as a list; empty if there is no checkpoint."""
     if not address:
         return []
     try:
@@ -137,8 +137,8 @@ def _of_hf(folder: Path, allow_drift: Iterable[str]) -> KnownTokenizer | None:
     if others:
         others = f" (only {others})"
     raise CheckpointError(
-        f"model.hf={folder} has no {directory.TOKENIZER}{others}: its weights know the "
-        "ids of their own tokenizer, and one that is trained on the text would give them others. Write it there with "
-        "transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR), or set data.tokenizer=DIR of the same "
-        'tokenizer; checkpoint.allow_drift=["tokenizer"] trains a new one all the same'
+        f"model.hf={folder} has no {directory.TOKENIZER}{others}. Its weights know only the token ids of their own "
+        "tokenizer, and a tokenizer trained on the text has other ids. Write the file with transformers: "
+        "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR), or set data.tokenizer=DIR to a folder with the same "
+        'tokenizer. checkpoint.allow_drift=["tokenizer"] trains a new tokenizer anyway'
     )

@@ -28,14 +28,14 @@ from nxtrain.train.step import StepResult, TrainState, eval_step, train_step
 from nxtrain.train.supervision.coordinated_stop import StepGate
 
 ROUTERS = ("aux_loss", "router_z_loss")
-"""Keys of a record with the losses of the routers."""
+"""Keys of the routers' losses in a step's record."""
 
 
 class SavesCheckpoints(Protocol):
-    """Writer of checkpoints of the train state."""
+    """Interface of a writer of checkpoints of the training state."""
 
     def save(self, step: int, last: bool) -> None:
-        """Save the state after a step; with `last`, wait until the write has ended."""
+        """Save the state after a step; if `last`, wait until the write has ended."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,17 @@ class Trainer:
         state: Model, optimizer and device.
         train: Batches to train on.
         sizes: Global batch of each step.
-        validation: Batches to evaluate on; None never evaluates.
-        schedule: Learning rate of each step.
+        validation: Batches to evaluate on; None for no evaluation.
+        schedule: Learning-rate schedule.
         meter: Throughput meter.
         sinks: Destinations of the records.
         checkpoints: Writer of checkpoints.
-        guard: Decides about numbers that go wrong.
+        guard: Guard that reacts to numbers that are not finite, spikes and divergence.
         observers: Observers of the run.
-        gate: Gate before each step, at which a run that is asked to stop ends on all ranks alike.
+        gate: Gate before each step, at which all ranks stop after the same step if the run has to stop.
         updated: Called with a step and its result after the update.
-        unfinished: Result of the last finished update, whose record, evaluation and checkpoint are still to be made;
-            None: they are made.
+        unfinished: Result of the last finished update if its record, evaluation and checkpoint are still to be made;
+            None if they are finished.
     """
 
     config: RunConfig
@@ -76,12 +76,14 @@ class Trainer:
     unfinished: StepResult | None = None
 
     def run(self, finished: int) -> float | None:
-        """Train from the step after `finished` to the last, and return the last held-out loss, if any.
+        """Train from the step after `finished` to the last step; return the last held-out loss, or None.
 
         Raises:
-            DivergedError: Losses, gradients or parameters went wrong, and the configured policy ends the run.
+            DivergedError: Losses, gradients or parameters are not finite or grow, and the configured policy ends the
+                run.
             RestartError: The run must restart from its newest checkpoint.
-            StoppedBySignal: A signal asked the run to stop, and the state of its last step is saved.
+            StoppedBySignal: The run stopped because of a signal; the state of its last step is saved if checkpoints are
+                enabled.
         """
         total, val_loss = self.config.train.steps, None
         # Loaded values become device buffers like a step's results, so the first step has the graph of all others.
@@ -100,11 +102,11 @@ class Trainer:
         return val_loss
 
     def _conclude(self, step: int, result: StepResult) -> float | None:
-        """Compare, record, evaluate and save a step as far as each is due; return the held-out loss, if any."""
+        """Do the work due after a step: vote, record, evaluation and checkpoint; return the held-out loss or None."""
         config = self.config
         total = self.config.train.steps
         rate = self.schedule.at(step)
-        # Positions of the rows, which is the work of the devices; `targets` of a record are those that count.
+        # All positions of the rows, since the devices compute all; `targets` of a record are those in the loss.
         self.meter.add_step(step, self.sizes.at(step - 1) * config.train.seq_len)
         val_loss = None
         evaluates = self.validation is not None and _due(step, config.train.eval_every, total)
@@ -141,7 +143,7 @@ class Trainer:
         return val_loss
 
     def _finish(self, step: int) -> bool:
-        """Finish a step; True if the run stops after it, otherwise the wait for the next step's data begins."""
+        """Finish a step; return True if the run stops after it, otherwise begin the wait for the next step's data."""
         self.observers.finish(step)
         if self.gate.stops(step):
             return True
@@ -149,7 +151,7 @@ class Trainer:
         return False
 
     def _stop(self, step: int, result: StepResult, lr: float, *, logged: bool, saved: bool) -> NoReturn:
-        """Save the state and end the run; a step that is not due for a record is read but not recorded."""
+        """Save the state and end the run; if no record is due for the step, check its numbers but record nothing."""
         if not self.config.checkpoint.every:
             raise StoppedBySignal(f"stopped after step {step}; nothing is saved, since checkpoint.every=0")
         if not saved:
@@ -158,12 +160,12 @@ class Trainer:
             self._read(step, result, lr, recorded=False)
         self.observers.enter(step, "checkpoint")
         self.checkpoints.save(step, True)
-        raise StoppedBySignal(f"stopped after step {step}, whose checkpoint is saved; start it again, and it goes on")
+        raise StoppedBySignal(f"stopped after step {step}, whose checkpoint is saved; the next start resumes there")
 
     def _read(
         self, step: int, result: StepResult, lr: float, *, recorded: bool = True
     ) -> tuple[dict[str, Any], Verdict]:
-        """Fetch the numbers of a step and the guard's verdict on them."""
+        """Fetch the numbers of a step from the device, with the numerics guard's verdict on them."""
         self.observers.enter(step, "log")
         preferences = self.state.preferences
         counted = "targets" if preferences is None else preferences.sums[1]
@@ -187,13 +189,13 @@ class Trainer:
         return read, verdict
 
     def _compare(self, step: int, *, saves: bool) -> None:
-        """Compare the replicas if a vote is due."""
+        """Compare the replicas of the state if a vote is due."""
         if self.guard.votes_at(step, saves=saves):
             self.observers.enter(step, "vote")
             self.guard.vote(step)
 
     def evaluate(self, step: int) -> tuple[float, dict[str, float]]:
-        """Mean loss over the held-out tokens or pairs after a step, and the means of pairs by key of a record.
+        """Mean loss over the held-out tokens or pairs after a step, and the means over pairs by record key.
 
         A mean over no token and no pair is NaN.
 
@@ -217,7 +219,7 @@ class Trainer:
 
     @torch.no_grad()
     def _health(self, lr: float) -> dict[str, Tensor]:
-        """Early indicators of a failing run as () float32 tensors: parameter norm and fraction of lost updates."""
+        """Early indicators of a failing run, as () float32 tensors: parameter norm and fraction of lost updates."""
         state = self.state
         lost = state.gradients.count(state.optimizer.lost_updates(*state.backend.scalars(lr)))
         return {
@@ -230,7 +232,7 @@ class Trainer:
 
 
 def on_device(state: TrainState, batch: Batch) -> DeviceBatch:
-    """Upload a batch."""
+    """Upload this rank's part of a batch to the device."""
     put: Callable[[Tensor], Tensor] = state.backend.put
     inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
     starts = None
@@ -242,7 +244,7 @@ def on_device(state: TrainState, batch: Batch) -> DeviceBatch:
         answers = {name: torch.from_numpy(array) for name, array in named if array is not None}
     padding = None
     if state.has_padding:
-        assert batch.padding is not None, "packed rows name their padding"
+        assert batch.padding is not None, "batches of packed rows have a padding mask"
         padding = torch.from_numpy(batch.padding)
     tokens_axis = state.mesh.tp if state.sequence_parallel else None
     given = (put, starts, state.context_parallel, answers, padding, tokens_axis)
@@ -253,12 +255,12 @@ def on_device(state: TrainState, batch: Batch) -> DeviceBatch:
 
 
 def update(state: TrainState, batch: DeviceBatch, lr: float) -> StepResult:
-    """Run one training step and submit its graph to the device."""
+    """Run one training step, and submit its graph to a lazy device."""
     result = train_step(state, batch, lr)
     state.backend.step_boundary()
     return result
 
 
 def _due(step: int, every: int, total: int) -> bool:
-    """True if work that happens every `every` steps, and after the last step, is due; never if `every` is 0."""
+    """True if work that is done every `every` steps, and after the last step, is due; always False if `every` is 0."""
     return every > 0 and (step % every == 0 or step == total)

@@ -246,7 +246,7 @@ def test_what_nxd_saved_is_read_right(pool: RankPool, example: Path, tmp_path: P
     file = config_file(tmp_path, case)
     drifts = case.tp > 1 and case.params == "bf16"
     if drifts:  # NxD sums gradients of norms over tp under sequence parallelism only, and each rank rounds its own
-        with pytest.raises(CheckpointError, match=r"copies of .*norm\.weight differ between ranks.*--first-copy"):
+        with pytest.raises(CheckpointError, match=r"replicas of .*norm\.weight differ between ranks.*--first-copy"):
             nxd_to_nxtrain(tmp_path / "nxd", tmp_path / "ours", config=file)
     actual = nxd_to_nxtrain(tmp_path / "nxd", tmp_path / "ours", config=file, first_copy=drifts)
     assert (actual.step, actual.samples) == (1, 0)

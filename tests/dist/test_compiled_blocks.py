@@ -210,5 +210,5 @@ def test_a_device_that_compiles_whole_steps_refuses() -> None:
 
 
 def test_a_device_whose_memory_no_peer_reaches_joins_no_products() -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.async_tp.*not for backend\.name=xla"):
+    with pytest.raises(ConfigError, match=r"parallel\.async_tp.*but backend\.name=xla"):
         Backend.overlap_products(_Lazy(), Mesh.build(1, 0).tp)  # type: ignore[arg-type]

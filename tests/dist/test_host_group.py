@@ -107,7 +107,7 @@ def test_a_rank_that_is_gone_is_told_at_once_and_from_one_that_is_late(ranks: Ra
     assert seconds < PATIENCE_S
     kind, message, peer, _ = ranks.run(2, left_alone, 0)[1]
     assert (kind, peer) == ("LostPeerError", None)
-    assert message.startswith("a rank that this one works with is gone, which the others wait for at ")
+    assert message.startswith("another rank of this rank's process group is gone, which the others wait for at ")
 
 
 STAGES = Mesh(4, 0, pp_size=2, tp_size=2, order=(1, 2, 0, 3))

@@ -266,9 +266,9 @@ def refused_strangers(backend: Backend, resolved: Resolved) -> list[str]:
 
 def test_a_mesh_that_nxd_does_not_share_is_refused(nxd_ranks: RankPool) -> None:
     for strided, same, other_tp in nxd_ranks.run(4, refused_strangers, layout("gqa2", tp=2, dp=2)):
-        assert "over tp as [0, 1], [2, 3], this run as [0, 2], [1, 3]" in strided
+        assert "the tp groups [0, 1], [2, 3], but this run has [0, 2], [1, 3]" in strided
         assert same == ""
-        assert "over tp as [0, 1], [2, 3], this run as [0, 1, 2, 3]" in other_tp
+        assert "the tp groups [0, 1], [2, 3], but this run has [0, 1, 2, 3]" in other_tp
 
 
 def rank_orders(backend: Backend, cases: list[tuple[str, int, int, int, int, int]]) -> list[tuple[int, ...] | str]:

@@ -112,7 +112,7 @@ def test_one_failed_graph_is_told_from_a_failed_script(env: dict[str, str], tmp_
     assert len(lines) == 3
     assert str(failed) in lines[1]
     with pytest.raises(
-        BackendError, match="the run that shows the graphs failed, so that nothing was compiled"
+        BackendError, match="the run that extracts the graphs failed, so no graph was compiled"
     ) as raised:
         compiled(env, A, "fail")  # the tool ends with 1, for the script
     log = Path(str(raised.value).rpartition(" ")[2])
@@ -128,7 +128,7 @@ def test_more_failures_than_an_exit_status_counts_are_failures(env: dict[str, st
 
 
 def test_a_script_that_shows_nothing_is_no_success(env: dict[str, str]) -> None:
-    with pytest.raises(BackendError, match="showed no graph"):
+    with pytest.raises(BackendError, match="names no graph"):
         compiled(env, "step 1:")
 
 

@@ -176,7 +176,7 @@ def test_a_disk_that_fails_for_a_while_damages_nothing(tmp_path: Path, straight:
     assert before == ["step-00000004", "step-00000008"]
     for _ in range(2):  # an agent starts again at once
         output = commands.trained(tmp_path, first=partial(_fail_reads, 10**6), code=CheckpointError.exit_code)
-        assert "it is the storage that fails" in output
+        assert "so the storage itself fails" in output
         assert "Traceback" not in output
         assert not directory.quarantined(checkpoints)
         assert [path.name for path in directory.list_checkpoints(checkpoints)] == before

@@ -32,7 +32,7 @@ LIMIT_S = 3.0
 ENDS_S = 6.0
 """Until a process has ended: the limit, the way to it, and what is looked up for the message, on a busy machine."""
 
-WAY_OUT = "It must name the first machine as all others know it, and a port that they reach and nothing else uses"
+WAY_OUT = "MASTER_ADDR must be an address of the first machine that all others reach, and MASTER_PORT a free port"
 
 
 LIMIT = f"recovery.hang_timeout_s={LIMIT_S}"

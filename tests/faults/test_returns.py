@@ -53,7 +53,7 @@ def test_a_second_run_of_the_same_mirror_is_refused_with_the_ways_out(tmp_path: 
     code, said = train(tmp_path / "second", mirror)
     assert code == CheckpointError.exit_code, said
     assert f"checkpoint.mirror={tmp_path}/mirror belongs to another run" in said
-    assert f"run.dir={tmp_path}/first/run to go on with that run" in said
+    assert f"run.dir={tmp_path}/first/run to continue that run" in said
     assert "Traceback" not in said
     code, said = train(
         tmp_path / "second",

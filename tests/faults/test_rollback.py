@@ -119,7 +119,7 @@ def test_a_run_that_diverges_whatever_its_batches_ends(diverging: Diverging) -> 
     for _ in range(MOST + 1):
         (said,) = diverging.run(plan, GROWS)
     assert said.startswith("DivergedError: step ")
-    assert f"went back to step 18 {MOST} times already" in said
+    assert f"rolled back to step 18 {MOST} times already" in said
     assert len(lines(plan, "rollbacks.jsonl")) == 2 * MOST
 
 
@@ -128,6 +128,6 @@ def test_without_a_checkpoint_from_before_the_growth_the_run_ends(diverging: Div
     (said,) = diverging.run(plan, GROWS)
     assert saved(plan) == [30]
     assert said.startswith("DivergedError: step ")
-    assert "no checkpoint from step 20 or before is left, only 30" in said
+    assert "no checkpoint from step 20 or before is left. Those that are left: 30" in said
     assert "checkpoint.keep" in said
     assert not (plan.config.run.dir / LOGS_DIR / "rollbacks.jsonl").exists()

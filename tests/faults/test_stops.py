@@ -117,7 +117,7 @@ def test_what_fails_at_one_step_again_and_again_is_started_no_more(
     with Ranks(started_by, tmp_path) as ranks:
         assert ranks.ended(0) == {0: CrashLoopError.exit_code}
         said = ranks.said()[0]
-    assert "error: rank 0: the last 3 attempts of this run all ended after step 7; of the last one is known: " in said
+    assert "error: rank 0: the last 3 starts of this run all failed after step 7; the last error was: " in said
     assert "rank 1 is gone" in said or "injected failure" in said, said
     ends = [json.loads(line) for line in (tmp_path / "run/logs/starts.jsonl").read_text().splitlines()]
     assert [line["event"] for line in ends] == ["start", "end"] * 3

@@ -143,7 +143,7 @@ def test_a_name_for_the_newest_that_fails_is_told_and_costs_nothing(
     history = supervise(started_by, tmp_path, ["oserror@0:6:ckpt_latest:ENOSPC"], overrides=overrides)
     assert_recovered(history, golden, restarts=0)
     (line,) = [line for line in history.said.splitlines() if "WARNING" in line]
-    assert "cannot name step-00000006 the newest of" in line
+    assert "cannot record step-00000006 as the newest checkpoint of" in line
     assert line.endswith("the checkpoint of step 6 is there, and training goes on")
 
 

@@ -64,7 +64,7 @@ def test_a_worker_that_dies_ends_a_run_that_allows_none_and_the_next_start_goes_
     assert code != -signal.SIGKILL
     flat = " ".join(output.split())
     assert "data worker 0 of rank 0 (process " in flat
-    assert "data.worker_restarts=0 allows no further one" in flat
+    assert "data.worker_restarts=0 allows no further replacement" in flat
     assert "Traceback" not in output
     assert len(course(tmp_path / "run")) < STEPS
     trained(tmp_path, *overrides, armed=armed)

@@ -87,7 +87,7 @@ def test_split_backwards_are_pictured_and_compared() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--schedule", "zero_bubble", "--virtual-pp", "2"), "--virtual-pp 2 has no schedule zero_bubble"),
+        (("--schedule", "zero_bubble", "--virtual-pp", "2"), "schedule zero_bubble needs --virtual-pp 1, not 2"),
         (("--pp", "1"), "--pp 1 is no pipeline"),
     ],
 )

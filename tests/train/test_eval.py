@@ -265,10 +265,10 @@ def test_places_without_a_model_or_a_tokenizer_are_refused(hf: Path, run: Path, 
     code, _, err = in_process("eval", tmp_path / "empty")
     assert (code, "holds no complete checkpoint" in err) == (CheckpointError.exit_code, True)
     code, _, err = in_process("eval", hf, "--all")
-    assert (code, "keeps no checkpoints" in err) == (ConfigError.exit_code, True)
+    assert (code, "has no checkpoints" in err) == (ConfigError.exit_code, True)
     (run / "checkpoints" / "step-00000000" / "tokenizer.json").unlink()
     code, _, err = in_process("eval", run)
-    assert (code, "carries no tokenizer.json" in err) == (ConfigError.exit_code, True)
+    assert (code, "has no tokenizer.json" in err) == (ConfigError.exit_code, True)
 
 
 @pytest.mark.parametrize("command", [("eval",), ("generate", "--prompt", "x")])

@@ -92,7 +92,7 @@ def test_what_is_no_file_of_pairs_is_refused_with_a_way_out(models: Path) -> Non
         (("model", "--pairs", labels), 3, "holds no pairs; prepare them with nxtrain data prepare --pairs"),
         (("model", "--pairs", models / "model" / "config.json"), 3, "prepare it"),
         (("stranger", "--pairs", other), 3, "has ids of another tokenizer than that of"),
-        (("model", "--reference", models / "base"), 2, "name their file with --pairs"),
+        (("model", "--reference", models / "base"), 2, "give their file by --pairs FILE.arrow"),
     ):
         found = in_process("eval", models / str(given[0]), *given[1:])
         said = " ".join(found[2].split())

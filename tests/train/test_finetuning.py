@@ -313,14 +313,14 @@ def test_another_base_or_another_shape_is_refused(folder: Folder, tmp_path: Path
     said = folder.train("lora", *LORA, f"model.hf={other}", "train.steps=9", code=4)
     assert "the fingerprint of model.hf is" in said
     code, _, err = in_process("convert", "nxtrain-to-hf", folder.path / "lora", tmp_path / "hf", "--base", other)
-    assert code == 4 and "an adapter of other weights" in " ".join(err.split())
+    assert code == 4 and "an adapter of other base weights" in " ".join(err.split())
     adapter = folder.path / "lora" / ADAPTER_DIR
     said = folder.train("again", *LORA, f"model.hf={other}", f"finetune.adapter={adapter}", code=2)
-    assert "trained beside other weights" in said
+    assert "trained on other base weights" in said
     code, _, err = in_process("convert", "peft-to-hf", adapter, tmp_path / "hf", "--base", tmp_path / "none")
-    assert code == 2 and f"--base {tmp_path / 'none'} is no folder" in " ".join(err.split())
+    assert code == 2 and f"--base {tmp_path / 'none'} is not a folder" in " ".join(err.split())
     code, _, err = in_process("convert", "peft-to-hf", adapter, tmp_path / "hf", "--base", other)
-    assert code == 2 and "trained beside other weights" in " ".join(err.split())
+    assert code == 2 and "trained on other base weights" in " ".join(err.split())
     folder.train("again", *LORA, f"finetune.adapter={adapter}", "train.steps=1")
     folder.train("every_weight", "train.steps=1")
     assert "finetune is {}" in folder.train("every_weight", *LORA, code=4)

@@ -110,7 +110,7 @@ def test_a_prompt_beyond_the_length_of_the_model_is_refused(hf: Path) -> None:
     prompt = "\u4f60" * LENGTH
     err = errors_of("generate", hf, "--prompt", prompt, code=ConfigError.exit_code)
     excess = len(tokenizer.encode(prompt).ids) - LENGTH + 1
-    assert f"max_position_embeddings={LENGTH} with what is added; shorten the prompt by {excess} tokens" in err
+    assert f"maximum is max_position_embeddings={LENGTH}; shorten the prompt by {excess} tokens" in err
 
 
 def test_ends_that_the_folder_declares_are_heeded(hf: Path, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_ends_that_the_folder_declares_are_heeded(hf: Path, tmp_path: Path) -> N
     [
         (("--prompt", ""), 2, "--prompt is empty"),
         (("--prompt", "x", "--stop", ""), 2, "--stop is empty"),
-        (("--prompt", "a\udcff"), 2, "take UTF-8 text, and 'a\\udcff' is none at character 1"),
+        (("--prompt", "a\udcff"), 2, "take UTF-8 text, but 'a\\udcff' is invalid at character 1"),
         (("--prompt", "x", "--temperature", "nan"), 2, ""),
         (("--prompt", "x", "--top-p", "0"), 2, "--top-p"),
         (("--prompt", "x", "--seed", "9" * 24), 2, "--seed"),
@@ -179,7 +179,7 @@ def test_folders_that_are_no_model_are_refused(hf: Path, tmp_path: Path) -> None
     shutil.copytree(hf, folder)
     (folder / directory.TOKENIZER).unlink()
     code, _, err = in_process("generate", folder, "--prompt", "x")
-    assert (code, "carries no tokenizer.json" in err) == (ConfigError.exit_code, True)
+    assert (code, "has no tokenizer.json" in err) == (ConfigError.exit_code, True)
     for content in ("[]", "{", '{"model_type": 3}', "[" * 100_000):
         (folder / "config.json").write_text(content)
         shutil.copy(hf / directory.TOKENIZER, folder)

@@ -191,7 +191,7 @@ def test_names_like_none_get_no_list_of_thousands(hf: Path, tasks: Path, monkeyp
     assert "known: held_out, cloze" in err and "of the harness: lm_eval ls tasks" in " ".join(err.split())
     assert len(err) < 500
     code, _, err = in_process("eval", hf, "--tasks", "zz3,zz4:1,zz3:2")
-    assert (code, "zz3 is wanted with its own number of solved examples and with 2 solved" in err) == (2, True), err
+    assert (code, "zz3 is chosen with its own number of solved examples and with 2 solved" in err) == (2, True), err
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -232,7 +232,7 @@ def test_a_task_at_fault_is_told_without_a_traceback(
     (tmp_path / "choice.yaml").write_text(text.replace(old, new))
     code, _, err = in_process("eval", hf, "--tasks", "own_choice", "--task-dir", tmp_path)
     said = " ".join(err.split())
-    assert (code, "--tasks own_choice: the harness cannot run it: " in said) == (3, True), err
+    assert (code, "--tasks own_choice: the harness cannot run this: " in said) == (3, True), err
     assert words in said and "check the task's files" in said, err
 
 

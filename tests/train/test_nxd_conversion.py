@@ -26,7 +26,7 @@ def test_a_run_goes_on_from_rank_files(tmp_path: Path) -> None:
     assert in_process("convert", "nxtrain-to-nxd", step2, nxd, "--tp", "2", "--dp", "2")[0] == 0
     (nxd / "step_2/user_content.pt").unlink()  # as if a script of NxD's had written the tag
     said = output_of("convert", "nxd-to-nxtrain", nxd, back)
-    assert "no run can go on from it: " in said
+    assert "no run can resume from it, since " in said
     said = output_of("convert", "nxd-to-nxtrain", nxd, back, "--run", file)
     assert f"{back} holds model, exp_avg, exp_avg_sq, master at step 2\n" in said
     assert in_process("train", file, f"run.dir={tmp_path / 'other'}")[0] == 0
@@ -55,5 +55,5 @@ def test_the_settings_of_the_optimizer_come_from_the_run(tmp_path: Path) -> None
     assert torch.load(tmp_path / "nxd/step_2/scheduler.pt", weights_only=True)["last_epoch"] == 2
     (folder / "config.toml").unlink()
     said = errors_of("convert", "nxtrain-to-nxd", folder, tmp_path / "again", code=2)
-    assert "keeps no settings of the optimizer" in said
+    assert "contains no optimizer settings" in said
     assert in_process("convert", "nxtrain-to-nxd", folder, tmp_path / "again", "--weights-only")[0] == 0

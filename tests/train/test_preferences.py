@@ -210,7 +210,7 @@ def test_what_pairs_do_not_go_with_is_refused_with_a_way_out(folder: Folder) -> 
     assert "holds pairs, whose rejected answers are not to be learned; set finetune.objective=dpo or orpo" in said
     said = folder.train("none", "data.packing=concat", "precision.params=fp16", "data.mixture=['a', 'b']", code=2)
     assert "set data.packing=best_fit and data.doc_mask=true" in said
-    assert "the loss scale of params=fp16 does not cover" in said and "data.mixture has several" in said
+    assert "the loss scale of params=fp16 does not support" in said and "data.mixture has several" in said
     assert "set model.hf=FOLDER and model.init=hf" in folder.train("none", "model.init=scaled", code=2)
     assert "every pair is longer than a row" in folder.train("none", "train.seq_len=4", code=3)
     prompts = folder.path / "prompts.arrow"

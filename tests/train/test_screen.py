@@ -110,7 +110,7 @@ STEPS = 40
 
 NUMBER = r"[\d.,]+(e-?\d+)?[kMG]?"
 RUN = (
-    r"# (ranks that each take all cores slow .*|a block of this model keeps no more threads busy, .* share is \d+)",
+    r"# (ranks that each use all cores slow .*|a block of this model keeps no more threads busy, .* share is \d+)",
     r"export OMP_NUM_THREADS=\d+",
     rf"{re.escape(sys.executable)} -m nxtrain\.launch\.torchrun .* -m nxtrain train .*",
     r"backend cpu \(backend\.name=cpu\); 2 ranks: tp \d, dp \d",

@@ -55,7 +55,7 @@ def test_rows_that_are_no_table_and_the_rows_as_the_result_are_refused(hf: Path,
         assert code == 3 and problem in errors and not out.exists()
     before = rows.read_bytes()
     code, _, errors = in_process("data", "teach", hf, "--rows", rows, "--out", tmp_path / "." / "rows.npy")
-    assert code == 2 and "is the file of --rows" in errors and rows.read_bytes() == before
+    assert code == 2 and "is the same file as --rows" in errors and rows.read_bytes() == before
 
 
 def test_logits_that_are_not_finite_end_the_command(hf: Path, tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def test_launch_prints_the_command_and_starts_nothing() -> None:
     ("target", "code", "reason"),
     [
         ("nomad", 2, "'nomad' is not one of 'local'"),
-        ("kubernetes", 2, "--target kubernetes starts nothing itself: use --out DIR"),
+        ("kubernetes", 2, "--target kubernetes cannot submit a job: use --out DIR"),
         ("slurm", 5, "sbatch, a program of Slurm, is not on PATH"),
     ],
 )

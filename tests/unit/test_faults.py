@@ -97,7 +97,7 @@ def test_a_flip_turns_over_one_bit_of_the_parameter_that_is_named(dtype: torch.d
         if bits.any():
             changed[name] = bits.flatten().tolist()
     assert changed == {"1.weight": [1, 0, 0, 0]}
-    with pytest.raises(fault_kinds.InjectedError, match="nothing of a parameter 'absent'"):
+    with pytest.raises(fault_kinds.InjectedError, match="no entry of a parameter 'absent'"):
         fault_kinds.flip(model, "absent")
 
 

@@ -155,7 +155,7 @@ def test_a_run_of_automatic_choices_is_told_what_stands_for_them_in_whole_lines(
     flash = ["train.seq_len=2048", "model.config.max_position_embeddings=2048", "parallel.tp=2"]
     auto = ["backend.name=auto", "backend.layers=auto", "parallel.dp=2", "train.global_batch=2"]
     said = run_fork(tmp_path, command(4, [0], *SHAPE, *auto, *flash, "--steps", "1"), path).splitlines()
-    layers = "neuronx-distributed does not import here: OSError: no libnrt.so.1"
+    layers = "neuronx-distributed cannot be imported here: OSError: no libnrt.so.1"
     assert f"traced with backend.layers=native in place of nxd (auto: {layers})" in said
     for line in (
         "traced with backend.name=xla in place of neuron (auto: neuron on a Trainium instance; ",

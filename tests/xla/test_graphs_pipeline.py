@@ -123,7 +123,7 @@ def test_a_vote_is_the_same_graphs_on_all_ranks_of_a_stage_and_all_stages_meet(
     [
         ("number", "ranks 7 record other graphs than rank 4; the first difference is update in step 1"),
         ("sum", "sum over ppxshardxtp: is another graph on stages 1 than 0, 2-3"),
-        ("joined", "stage 0 forward: a collective over pp:0-1 stands in a graph that not all stages run"),
+        ("joined", "stage 0 forward: a collective over pp:0-1 is in a graph that not all stages run"),
     ],
 )
 def test_a_defect_is_refused(case: str, words: str, reports: dict[str, dict[str, Any]]) -> None:

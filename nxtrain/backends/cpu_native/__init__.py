@@ -1,1 +1,1 @@
-"""Collectives of a CPU host in C++, built on first use; without a compiler, gloo is used."""
+"""Shared memory collectives of one CPU host in C++, built on first use; without a compiler, ranks use gloo."""

@@ -1,4 +1,4 @@
-"""Build of the C++ source with the machine's compiler, once per compiler and CPU."""
+"""Build of the C++ collectives with the machine's compiler, once per compiler and CPU."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ BUILD_TIMEOUT_S = 300
 
 
 class LibraryBuildError(BackendError):
-    """The library cannot be built or loaded here; the text says why and what helps."""
+    """Error for a library of CPU collectives that cannot be built or loaded, with the reason and a remedy."""
 
 
 @cache
 def load() -> ctypes.CDLL:
-    """Library of collectives; the first call on a machine builds the library, in a few seconds.
+    """Load the C++ library of CPU collectives; the first call on a machine builds the library in a few seconds.
 
     Raises:
-        LibraryBuildError: No compiler, no folder to write to, or a compiler that fails.
+        LibraryBuildError: There is no compiler, no writable folder, or the compiler fails.
     """
     try:
         library = cache_folder(os.environ) / f"{_key(find_compiler())}.so"
@@ -53,13 +53,13 @@ def load() -> ctypes.CDLL:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Folder of built libraries, in the user's cache."""
+    """Folder of built C++ libraries, in the user's cache folder."""
     base = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "nxtrain" / "cpu_native"
 
 
 def _key(compiler: str) -> str:
-    """Hash of all that the library depends on."""
+    """Cache key of the C++ library: a hash of source, compiler, flags and instruction sets of the CPU."""
     binary = Path(compiler).resolve()
     stat = binary.stat()
     # The instruction sets of this CPU, since a shared home may serve machines of several kinds.
@@ -70,7 +70,7 @@ def _key(compiler: str) -> str:
 
 
 def compile_library(source: Path, library: Path, flags: Sequence[str]) -> None:
-    """Compile a source.
+    """Compile a C++ source file to a shared library.
 
     Raises:
         LibraryBuildError: There is no compiler, or the compiler fails.
@@ -80,17 +80,17 @@ def compile_library(source: Path, library: Path, flags: Sequence[str]) -> None:
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        raise LibraryBuildError(f"{compiler} did not end within {BUILD_TIMEOUT_S} s") from None
+        raise LibraryBuildError(f"{compiler} did not finish the CPU collectives within {BUILD_TIMEOUT_S} s") from None
     if done.returncode:
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200].strip())
         raise LibraryBuildError(f"{compiler} failed: {first}")
 
 
 def find_compiler() -> str:
-    """Path of the C++ compiler.
+    """Path of the first C++ compiler on PATH.
 
     Raises:
-        LibraryBuildError: There is none.
+        LibraryBuildError: PATH has no C++ compiler, or the system is not Linux.
     """
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if platform.system() != "Linux" or compiler is None:

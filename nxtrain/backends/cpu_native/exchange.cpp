@@ -1,12 +1,13 @@
 // Collectives and transfers between processes of one host, through shared memory.
 //
-// Every rank owns one box of memory, which the other ranks of the host map and read. A box begins with a bell, which
-// others ring when something has changed that the owner may wait for. Then come lanes, one for each group of ranks and
-// one for each neighbour. A lane is a ring of slots. A rank copies a chunk of its tensor into its own slot, and reads
-// the slots of the others. It may overwrite a slot when all others have read the slot.
+// Each rank owns a shared memory region (box), which the other ranks of the host map and read. A region begins with a
+// futex (Bell), with which other ranks wake the owner after changes that it may wait for. Then come the channels: one
+// per process group (Lane), and one per peer rank for transfers (link). A channel is a ring buffer of slots. A rank
+// copies a chunk of its tensor into a slot of its own region, and reads the same slot in the regions of the others. It
+// may overwrite a slot when all others have read the slot.
 //
-// Sums are in float, in the order of the ranks, whatever the number of chunks: all ranks compute the same bits.
-// No thread works in the background: each call, and each wait, advances all operations of the process.
+// Sums of bf16 accumulate in float, in the order of the ranks, whatever the number of chunks: all ranks compute the
+// same bits. There are no background threads: each call, and each wait, advances all operations of the process.
 
 #include <linux/futex.h>
 #include <sched.h>
@@ -27,21 +28,21 @@
 namespace {
 
 constexpr long kPage = 4096, kSlot = 1 << 20;
-constexpr long kLanes = 64, kDepth = 4;        // lanes of groups, and slots of each
-constexpr long kLinkDepth = 32;                // slots of a neighbour, so that sends seldom wait
+constexpr long kLanes = 64, kDepth = 4;        // channels of process groups, and slots per channel
+constexpr long kLinkDepth = 32;                // slots of a channel to a peer rank; enough that sends seldom wait
 constexpr long kLane = kPage + kDepth * kSlot, kLink = kPage + kLinkDepth * kSlot;
-constexpr long kAwakeNs = 60000;               // a wait gives way to other processes so long, then sleeps
+constexpr long kAwakeNs = 60000;               // a waiting rank polls, and yields its core, this long before it sleeps
 
 struct Bell {
-    alignas(64) std::atomic<uint32_t> rung;
-    alignas(64) std::atomic<uint32_t> asleep;
-    alignas(64) std::atomic<uint32_t> left;
+    alignas(64) std::atomic<uint32_t> rung;    // futex word: number of wakeups that other ranks have sent
+    alignas(64) std::atomic<uint32_t> asleep;  // threads of the owner that sleep on the futex
+    alignas(64) std::atomic<uint32_t> left;    // 1 when the owner has closed its exchange
 };
 
 struct Header {
-    alignas(64) std::atomic<uint64_t> ready;   // chunks that the owner has put into its slots
+    alignas(64) std::atomic<uint64_t> ready;   // chunks that the owner has written to its slots
     alignas(64) std::atomic<uint64_t> done;    // chunks that the owner has read from all others
-    alignas(64) std::atomic<uint32_t> blocked; // the owner waits for others to read
+    alignas(64) std::atomic<uint32_t> blocked; // 1 while the owner waits for others to read a slot
 };
 
 struct bf16 {
@@ -62,7 +63,7 @@ inline void store(bf16& out, float x) {
 }
 template <typename T> inline void store(T& out, T x) { out = x; }
 
-// Sum or maximum of equal pieces, in their order; NaN stays NaN. `out` may be one of the pieces.
+// Sum or maximum of pieces of the same length, in their order; NaN propagates. `out` may be one of the pieces.
 template <typename T> void reduce(T* out, const std::vector<const char*>& pieces, long count, bool max, double scale) {
     using Wide = decltype(wide(T{}));
     constexpr long kBlock = 512;
@@ -104,8 +105,9 @@ void reduce(int type, char* out, const std::vector<const char*>& pieces, long co
 
 enum Kind { kGather, kScatter, kSum, kMax, kSend, kReceive };
 
-// An operation under way. `count` is in elements: of the input of a gathering, a sum or a transfer, and of the output
-// of a scattering. A large sum takes two chunks for each part of the tensor: one of terms, and one of sums.
+// A collective or transfer in progress. `count` is the number of elements: of the output for a reduce-scatter
+// (kScatter), of the input for the other kinds. A large sum or maximum (`in_two`) takes two chunks per part of the
+// tensor: one for a reduce-scatter of the terms, and one for an all-gather of the results.
 struct Operation {
     Kind kind;
     int type;
@@ -114,7 +116,7 @@ struct Operation {
     long count;
     double scale;
     bool in_two = false;
-    long part = 0;    // elements of a chunk, of each rank where chunks have one piece for each rank
+    long part = 0;    // elements of a chunk, or of a rank's piece of it if chunks have one piece per rank
     long chunks = 0, posted = 0, read = 0;
 
     bool complete() const { return (kind == kSend ? posted : read) == chunks; }
@@ -123,8 +125,8 @@ struct Operation {
 struct Lane {
     int me, size, depth;
     Header* mine;
-    std::vector<Header*> theirs;  // by position; null at this rank's own
-    std::vector<int> members;     // places of the members in the host's list of boxes
+    std::vector<Header*> theirs;  // headers of the members, by position; null for this rank
+    std::vector<int> members;     // indices of the members in `Exchange::boxes`
     uint64_t posted = 0, read = 0;
     std::deque<Operation*> to_post, to_read;
 
@@ -227,7 +229,8 @@ struct Exchange {
     void post(Lane& lane) {
         while (!lane.to_post.empty()) {
             Operation& op = *lane.to_post.front();
-            if (op.in_two && op.posted % 2 && op.read < op.posted) return;  // sums need the terms
+            // Results are sent only after all terms are read.
+            if (op.in_two && op.posted % 2 && op.read < op.posted) return;
             if (!has_room(lane)) {
                 lane.mine->blocked.store(1);
                 if (!has_room(lane)) return;
@@ -272,11 +275,11 @@ long now_ns() {
 
 extern "C" {
 
-// Bytes of the box of a rank on a host with this many ranks; memory is taken only where it is used.
+// Size in bytes of the memory region of a rank, on a host with `ranks` ranks. Pages are allocated at first use.
 long nx_box_bytes(int ranks) { return kPage + kLanes * kLane + ranks * kLink; }
 int nx_lanes() { return kLanes; }
 
-// Map the boxes of all ranks of this host, given as files; null if one cannot be mapped.
+// Map the memory regions of all ranks of this host, from their file descriptors; null if one cannot be mapped.
 void* nx_open_exchange(const int* files, int ranks, int me, long box_bytes) {
     auto exchange = std::make_unique<Exchange>();
     exchange->me = me;
@@ -303,7 +306,8 @@ void nx_close_exchange(void* handle) {
 
 int nx_has_left(void* handle, int place) { return static_cast<Exchange*>(handle)->bell(place).left.load(); }
 
-// Lane of a group, the same index on all its ranks: the places of its members, in the order of the group.
+// Open the channel of a process group. `index` must be the same on all its ranks; `members` are indices in
+// `Exchange::boxes`, in the order of the group.
 void* nx_open_lane(void* handle, int index, const int* members, int size, int me) {
     auto* exchange = static_cast<Exchange*>(handle);
     auto lane = std::make_unique<Lane>();
@@ -319,7 +323,7 @@ void* nx_open_lane(void* handle, int index, const int* members, int size, int me
     return exchange->lanes.back().get();
 }
 
-// Lane of transfers with another rank of this host.
+// Open the channel for transfers with another rank of this host.
 void* nx_open_link(void* handle, int peer) {
     auto* exchange = static_cast<Exchange*>(handle);
     auto lane = std::make_unique<Lane>();
@@ -333,7 +337,7 @@ void* nx_open_link(void* handle, int peer) {
     return exchange->lanes.back().get();
 }
 
-// Begin an operation. Its tensors must live until it is complete.
+// Start an operation. Its tensors must exist until it is complete.
 void* nx_start(void* handle, void* on, int kind, int type, const void* in, void* out, long count, double scale) {
     auto* exchange = static_cast<Exchange*>(handle);
     auto* lane = static_cast<Lane*>(on);
@@ -356,7 +360,7 @@ void* nx_start(void* handle, void* on, int kind, int type, const void* in, void*
     return op;
 }
 
-// Wait for an operation, and free it: 1 when it is complete, 0 when the time is over and it goes on.
+// Wait for an operation: 1 if it is complete, and freed; 0 if it is still in progress after `limit_us`.
 int nx_wait(void* handle, void* operation, long limit_us) {
     auto* exchange = static_cast<Exchange*>(handle);
     auto* op = static_cast<Operation*>(operation);
@@ -387,7 +391,7 @@ int nx_wait(void* handle, void* operation, long limit_us) {
     }
 }
 
-// Place of the first rank that an operation waits for; -1 if none.
+// Index, in `Exchange::boxes`, of the first rank that an operation waits for; -1 if it waits for none.
 int nx_missing(void* handle, void* on, void* operation) {
     auto* exchange = static_cast<Exchange*>(handle);
     auto* lane = static_cast<Lane*>(on);

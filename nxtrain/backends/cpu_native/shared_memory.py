@@ -1,8 +1,8 @@
-"""Collectives between processes of one host through shared memory; gloo does the rest.
+"""Collectives between processes of one CPU host through shared memory; gloo connects different hosts.
 
-gloo passes each message through a socket and three threads. `exchange.cpp` passes the bytes through memory that both
-processes map, so that a small collective costs a few context switches. The memory has no name in any file system, and
-ends with its processes.
+gloo passes each message through a socket and three threads. `exchange.cpp` passes bytes through memory that both
+processes map, so a small collective costs a few context switches. The memory is anonymous (`memfd_create`), and is
+freed when its processes end.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from nxtrain.common.mesh import Axis, Mesh
 Result = TypeVar("Result")
 
 MOST_RANKS = 64
-"""Most ranks of a host; the memory of links between all pairs takes address space."""
+"""Most ranks of a host that share memory; the links between all pairs of ranks take address space."""
 
 SLICE_S = 0.1
-"""Seconds of a wait between two looks at the awaited process."""
+"""Interval, in seconds, at which a waiting rank checks that its peer process is alive."""
 
 GATHER, SCATTER, SUM, MAX, SEND, RECEIVE = range(6)
-"""Kinds of operations in `exchange.cpp`."""
+"""Operation codes of `exchange.cpp`."""
 
 REDUCED = {torch.float32: 1, torch.bfloat16: 2, torch.float64: 3, torch.int64: 4, torch.int32: 5}
-"""Types that `exchange.cpp` reduces, with their numbers there; 0 is for bytes."""
+"""Type codes of the types that `exchange.cpp` reduces; code 0 means raw bytes."""
 
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "nx_box_bytes": (c_long, (c_int,)),
@@ -57,12 +57,12 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 @dataclass(frozen=True)
 class Box:
-    """Memory of one rank, as other processes find it.
+    """Address of the shared memory of one rank, for the other processes of the host.
 
     Args:
-        host: Hash of all that processes must share to reach each other's memory.
-        process: Process id.
-        file: File descriptor in that process; -1 if the rank has no memory to share.
+        host: Hash of boot, PID namespace and user, which processes must share to map each other's memory.
+        process: Process id of the rank.
+        file: File descriptor of the memory in the rank's process; -1 if the rank cannot share memory.
     """
 
     host: int
@@ -71,11 +71,11 @@ class Box:
 
 
 class Exchange:
-    """Shared memory of the ranks of one host.
+    """Shared memory of the ranks of one host, with the operations of `exchange.cpp` on it.
 
     Args:
-        library: `build.load()`.
-        rank: This rank.
+        library: Library that `build.load()` returns.
+        rank: Rank of this process.
         world: Number of ranks on all hosts.
     """
 
@@ -97,25 +97,25 @@ class Exchange:
 
     @property
     def box(self) -> Box:
-        """Memory of this rank."""
+        """Address of this rank's shared memory."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        space = Path("/proc/self/ns/pid").stat().st_ino  # of process ids
+        space = Path("/proc/self/ns/pid").stat().st_ino  # PID namespace
         digest = hashlib.sha256(f"{boot} {space} {os.getuid()}".encode()).digest()
         return Box(int.from_bytes(digest[:7], "big"), os.getpid(), self._file)
 
     def map(self, boxes: Sequence[Box]) -> None:
-        """Map the memory of all ranks of this host.
+        """Map the shared memory of all ranks of this host.
 
         Args:
-            boxes: Of all ranks of the world.
+            boxes: Memory addresses of all ranks of the world.
 
         Raises:
-            OSError: The host has too many ranks, or the memory of one cannot be mapped.
+            OSError: The host has too many ranks, or the memory of a rank cannot be mapped.
         """
         self._hosts = [box.host for box in boxes]
         self._ranks = [rank for rank, host in enumerate(self._hosts) if host == self._hosts[self._rank]]
         if len(self._ranks) > MOST_RANKS:
-            raise OSError(f"{len(self._ranks)} ranks on a host; shared memory serves {MOST_RANKS} at most")
+            raise OSError(f"{len(self._ranks)} ranks on this host; shared memory supports at most {MOST_RANKS}")
         files: list[int] = []
         try:
             for rank in self._ranks:
@@ -124,15 +124,18 @@ class Exchange:
             position, number = self._ranks.index(self._rank), len(files)
             self._handle = self._library.nx_open_exchange((c_int * number)(*files), number, position, self._bytes)
             if not self._handle:
-                raise OSError("the memory of another rank cannot be mapped")
+                raise OSError("mmap of the shared memory of another rank failed")
         finally:
             for file in files:
                 os.close(file)
 
     def lane(self, axis: Axis) -> Any:
-        """Lane of this rank's group on an axis; None if a group of the axis is on several hosts.
+        """Return the shared memory channel of this rank's process group on a mesh axis.
 
-        All ranks ask for the lanes of different axes in the same order.
+        All ranks must call this for the axes in the same order.
+
+        Returns:
+            Channel in `exchange.cpp`; None if a group of the axis spans several hosts.
         """
         if axis.groups not in self._lanes:
             self._lanes[axis.groups] = self._open_lane(axis)
@@ -151,7 +154,7 @@ class Exchange:
         return self._library.nx_open_lane(self._handle, index, members, len(group), group.index(self._rank))
 
     def link(self, peer: int) -> Any:
-        """Lane of the transfers with another rank; None if that rank is on another host."""
+        """Return the shared memory channel for transfers with another rank; None if that rank is on another host."""
         if peer not in self._ranks:
             return None
         if peer not in self._links:
@@ -159,7 +162,7 @@ class Exchange:
         return self._links[peer]
 
     def start(self, lane: Any, kind: int, x: Tensor | None, out: Tensor | None, dtype: int, scale: float) -> Any:
-        """Start an operation, and keep its tensors until it is complete."""
+        """Start a collective or transfer in shared memory, and keep its tensors alive until it completes."""
         counted = out if kind in (SCATTER, RECEIVE) else x
         assert counted is not None and counted.is_contiguous()
         count = counted.numel() if dtype else counted.nbytes
@@ -169,17 +172,17 @@ class Exchange:
         return operation
 
     def wait(self, lane: Any, operation: Any, limit_s: float) -> tuple[int, bool] | None:
-        """Wait for an operation.
+        """Wait until a collective or transfer in shared memory completes.
 
         Returns:
-            None when the operation is complete; otherwise the rank that did not come, and True if that rank has ended.
+            None when the operation is complete. Otherwise the missing rank, and True if its process has ended.
         """
         until, has_ended = time.monotonic() + limit_s, False
         while not self._library.nx_wait(self._handle, operation, int(SLICE_S * 1e6)):
             position = self._library.nx_missing(self._handle, lane, operation)
             if position < 0:
                 continue
-            # The last chunk of a rank that has ended may have come since: it counts in the next slice.
+            # The last chunk of a rank that has ended may have arrived since: the next wait finds it.
             if has_ended or time.monotonic() > until:
                 return self._ranks[position], has_ended
             looking = select.poll()  # not `select`, which takes no file descriptor above 1023
@@ -189,7 +192,7 @@ class Exchange:
         return None
 
     def close(self) -> None:
-        """Leave, and free the memory."""
+        """Leave the exchange, and free its shared memory."""
         if self._handle:
             self._library.nx_close_exchange(self._handle)
             self._handle = None
@@ -200,7 +203,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class _Shared(Generic[Result_co]):
-    """An operation in shared memory under way."""
+    """Pending collective or transfer in shared memory."""
 
     owner: SharedMemoryCollectives
     lane: Any
@@ -214,7 +217,7 @@ class _Shared(Generic[Result_co]):
 
 @dataclass(frozen=True)
 class _Several(Generic[Result_co]):
-    """Several operations in shared memory under way, with one result."""
+    """Several pending transfers in shared memory with one result, such as an all-to-all."""
 
     parts: Sequence[Pending[Any]]
     result: Result_co
@@ -226,19 +229,19 @@ class _Several(Generic[Result_co]):
 
 
 class SharedMemoryCollectives(C10dCollectives):
-    """Collectives through shared memory for groups of ranks of one host, and through gloo for all others.
+    """Collectives through shared memory for groups within one host, and through gloo for other groups.
 
-    A sum is in the order of the ranks, in float32 for bfloat16, and equal in every bit on all ranks.
+    Sums are added in rank order, in float32 for bfloat16, and are bitwise equal on all ranks.
     """
 
     _exchange: Exchange | None = None
 
     def share(self, library: ctypes.CDLL | None, reason: str = "") -> str:
-        """Open shared memory; all ranks call this, after the process group has begun.
+        """Open shared memory between the ranks of this host; all ranks call this once the process group exists.
 
         Args:
-            library: `build.load()`; None if this rank has none, or must not use it.
-            reason: Reason for None.
+            library: Library that `build.load()` returns; None to use gloo.
+            reason: Reason why `library` is None.
 
         Returns:
             Reason why all ranks use gloo; empty if shared memory is in use.
@@ -250,7 +253,7 @@ class SharedMemoryCollectives(C10dCollectives):
                 exchange = Exchange(library, dist.get_rank(), self._world)
                 box = exchange.box
         except (OSError, AttributeError) as error:  # AttributeError: a kernel or a Python without memfd
-            reason = f"this machine has no memory to share: {error}"
+            reason = f"this machine cannot create shared memory: {error}"
         rows = torch.empty(self._world, 3, dtype=torch.int64)
         dist.all_gather_into_tensor(rows, torch.tensor([[box.host, box.process, box.file]]))
         boxes = [Box(*row) for row in rows.tolist()]
@@ -258,7 +261,7 @@ class SharedMemoryCollectives(C10dCollectives):
             if exchange and all(box.file >= 0 for box in boxes):
                 exchange.map(boxes)
         except (OSError, AttributeError) as error:
-            reason = f"the memory of another rank cannot be reached: {error}"
+            reason = f"the shared memory of another rank cannot be mapped: {error}"
         lacking = torch.tensor(float(exchange is None or bool(reason)))
         dist.all_reduce(lacking)
         if lacking:
@@ -269,13 +272,13 @@ class SharedMemoryCollectives(C10dCollectives):
         return ""
 
     def unshare(self) -> None:
-        """Close the shared memory."""
+        """Close the shared memory; later collectives use gloo."""
         if self._exchange:
             self._exchange.close()
         self._exchange = None
 
     def _lane(self, axis: Axis, dtype: torch.dtype | None = None) -> Any:
-        """Lane for an operation on an axis; None if gloo does the operation."""
+        """Return the shared memory channel for a collective on a mesh axis; None if gloo runs the collective."""
         if self._exchange is None or torch.compiler.is_compiling() or (dtype and dtype not in REDUCED):
             return None
         self.group(axis)  # a block that is compiled later cannot make the group
@@ -289,11 +292,11 @@ class SharedMemoryCollectives(C10dCollectives):
         return _Shared(self, lane, self._exchange.start(lane, kind, x, out, dtype, scale), result)
 
     def finish(self, lane: Any, operation: Any) -> None:
-        """Wait for an operation.
+        """Wait until a collective or transfer in shared memory completes.
 
         Raises:
-            LostPeerError: A rank that the operation needs has ended.
-            HangError: A rank did not come in time.
+            LostPeerError: The process of a peer rank has ended.
+            HangError: A peer rank did not take part within the time limit.
         """
         assert self._exchange is not None
         with WAIT_CLOCK:
@@ -303,7 +306,7 @@ class SharedMemoryCollectives(C10dCollectives):
             peer = Peers(self.words(rank), rank, self.limit)
             if has_ended:
                 raise gone(peer, "its process has ended, or it has left the run")
-            raise late(peer, "its data did not come")
+            raise late(peer, "its data did not arrive in shared memory")
 
     def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending[Tensor]:
         lane = self._lane(axis, x.dtype) if axis.size > 1 else None

@@ -1,1 +1,1 @@
-"""AWS Trainium: packages, instances, and the backends of both lanes."""
+"""AWS Trainium: Neuron packages, instance types, and the backends for PyTorch/XLA and TorchNeuron."""

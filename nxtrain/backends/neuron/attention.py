@@ -1,7 +1,8 @@
-"""Choice of attention on PyTorch/XLA: NKI's flash kernel or elementary operations. Importable without torch.
+"""Choice of the attention kernel on Trainium with PyTorch/XLA. Importable without torch.
 
-The kernel is that of NeuronX Distributed's `nki_flash_attn_func`. The conditions are the assertions of this function
-and of the kernels that it calls: src/neuronx_distributed/kernels/flash_attn.py in
+The kernels are NKI's flash kernel, the NKI Library's kernels with key bounds, and elementary operations. The flash
+kernel is called through NeuronX Distributed's `nki_flash_attn_func`. Its conditions are the assertions of this function
+and of the kernels below it: src/neuronx_distributed/kernels/flash_attn.py in
 https://github.com/aws-neuron/neuronx-distributed at fbac349 (v0.18); `flash_fwd` and `flash_attn_bwd`,
 src/nki_samples/reference/attention.py in https://github.com/aws-neuron/nki-samples at 0898a77.
 """
@@ -18,20 +19,23 @@ from nxtrain.backends.neuron.sdk import RELEASES, Package, SdkVersion, unverifie
 from nxtrain.common.machines import Machine
 
 LAST_SDK = SdkVersion(2, 29)
-"""Last release of the SDK whose compiler accepts this kernel, since it is written in `neuronxcc.nki`.
+"""Last Neuron SDK whose compiler accepts NKI's flash kernel, which is written in `neuronxcc.nki`.
 
 Source: release-notes/components/nki.rst, NKI 0.4.0 of SDK 2.30, in https://github.com/aws-neuron/aws-neuron-sdk.
 """
 
 BOUNDED_SDK = SdkVersion(2, 29)
-"""Release whose kernels take bounds of keys per query, and whose source `bounded.py` follows."""
+"""Neuron SDK release of the NKI Library's kernels with key bounds per query, which `bounded.py` calls."""
 
 BOUNDED_TILE = 512
-"""Tokens that divide a sequence of these kernels. Source: `setup_config` in attention_bwd.py; see `bounded.py`."""
+"""Divisor of the sequence length for the kernels with key bounds.
+
+Source: `setup_config` in attention_bwd.py; see `bounded.py`.
+"""
 LONGEST_BOUNDED = 131072
-"""Tokens of their longest sequence. Source: `_MAX_SEQLEN` in attention_cte.py."""
+"""Longest sequence, in tokens, of the kernels with key bounds. Source: `_MAX_SEQLEN` in attention_cte.py."""
 MOST_BOUNDED_HEADS = 512
-"""Most query heads. Source: `_MAX_BS` in attention_cte.py."""
+"""Most query heads of the kernels with key bounds. Source: `_MAX_BS` in attention_cte.py."""
 
 BOUNDED = "the NKI Library's kernels with bounds"
 
@@ -45,21 +49,21 @@ def choose(
     *,
     allow_unverified: bool = False,
 ) -> AttentionChoice:
-    """Choose a kernel that can run, unless plain attention is wanted.
+    """Choose an attention kernel of Trainium that can run, or plain attention.
 
-    Attention inside of documents and windows has kernels with bounds of the keys per query; other attention has NKI's
-    flash kernel.
+    Attention with documents or windows uses kernels with key bounds per query. Other attention uses NKI's flash
+    kernel.
 
     Args:
         wanted: `auto`, `plain` or `flash`.
-        shape: Shape of the attention.
-        instance: Kind of this machine; None if unknown.
+        shape: Shape of one rank's attention.
+        instance: Instance type of this machine; None if unknown.
         sdk: Release of the Neuron SDK.
         distributed: Installed package neuronx-distributed.
-        allow_unverified: Allow a release that nxtrain is not verified with.
+        allow_unverified: Allow a release of NeuronX Distributed that nxtrain is not verified with.
 
     Raises:
-        ConfigError: A kernel is wanted and none can run.
+        ConfigError: `wanted` is `flash`, and no kernel can run.
     """
     if shape.is_mixed:
 
@@ -111,7 +115,7 @@ def _misfits(shape: AttentionShape, instance: Machine | None) -> Iterator[str]:
 
 
 def _unbounded(shape: AttentionShape, instance: Machine | None, sdk: SdkVersion | None) -> Iterator[str]:
-    """Reasons why the kernels with bounds cannot be used."""
+    """Reasons why the NKI Library's kernels with key bounds cannot be used."""
     if shape.cp > 1:
         yield f"parallel.cp={shape.cp} shares the positions of a sequence, and they take whole rows"
     if instance is None or instance.target in FIRST_GENERATION:
@@ -122,10 +126,11 @@ def _unbounded(shape: AttentionShape, instance: Machine | None, sdk: SdkVersion 
 
 
 def misfits_of_bounded(shape: AttentionShape, num_heads: int) -> Iterator[str]:
-    """Reasons of the shape against the kernels with bounds.
+    """Reasons why the attention shape does not fit the kernels with key bounds.
 
     Args:
-        num_heads: Query heads of a call.
+        shape: Shape of one rank's attention.
+        num_heads: Query heads of a kernel call.
     """
     if shape.params != "bf16":
         yield f"they multiply in bf16, which precision.params={shape.params} does not ask for"

@@ -24,11 +24,11 @@ from nxtrain.common.kernels import RoundingKey
 
 
 class NeuronKernels(XlaKernels):
-    """Kernels of Trainium.
+    """Kernels of Trainium on PyTorch/XLA: NKI attention, and stochastic rounding by the hardware.
 
-    The hardware's generator has a stream per core. AWS's documentation does not promise equal bits on two cores, and
-    two programs draw different numbers of bits. So hardware rounds only entries that no other rank of the same model
-    copy rounds too:
+    The hardware's random number generator has one stream per core. AWS does not document that two cores draw equal
+    bits, and two programs draw different numbers of bits. So the hardware rounds only entries that no other rank of the
+    same replica also rounds:
 
     - Replicas over tp and over pp (`Layout.is_shared`) are rounded in software, with equal keys. Their gradients are
       one float32 sum. Software rounding of these few tensors takes no memory, no collective and no further graph.
@@ -39,12 +39,12 @@ class NeuronKernels(XlaKernels):
       for any data. The replica check (`recovery.vote_every`) verifies this.
 
     Args:
-        rounds: The device rounds every cast from float32 at random (`NEURON_RT_STOCHASTIC_ROUNDING_EN=1`). Its bits
-            come from the hardware's generator, not from the key: they differ from other backends, and a resumed run
-            draws other bits than an uninterrupted one.
-        flash: NKI's attention function; None: elementary operations.
-        bounded: NKI's attention inside of documents and windows; None: elementary operations.
-        lnc: Physical cores that share the kernel's work.
+        rounds: The device rounds every cast from float32 stochastically (`NEURON_RT_STOCHASTIC_ROUNDING_EN=1`). The
+            random bits come from the hardware's generator, not from the key. So they differ from other backends, and a
+            resumed run draws other bits than an uninterrupted run.
+        flash: NKI's flash attention function; None to use elementary operations.
+        bounded: NKI's attention for documents and windows; None to use elementary operations.
+        lnc: Physical cores that share a kernel.
 
     Source: about-neuron/arch/neuron-features/rounding-modes.rst in https://github.com/aws-neuron/aws-neuron-sdk.
     """
@@ -82,7 +82,7 @@ class NeuronKernels(XlaKernels):
 
 
 class NeuronDiagnostics(XlaDiagnostics):
-    """Counts of torch-xla on Trainium."""
+    """Measurements of a Trainium core: the counters of torch-xla, and the peak FLOP/s of the instance."""
 
     def peak_flops(self, params: str = "bf16") -> float | None:
         instance = this_machine()
@@ -92,16 +92,16 @@ class NeuronDiagnostics(XlaDiagnostics):
 
 
 class NeuronBackend(XlaBackend):
-    """One logical NeuronCore per rank; torchrun starts several ranks, which form one world as in `XlaBackend`.
+    """Trainium backend on PyTorch/XLA, with one logical NeuronCore per rank; torchrun starts the ranks.
 
-    The import of torch-xla on such a machine translates torchrun's variables into those of the Neuron plugin, one core
-    and one process per rank. So the import must come after the variables are set. NeuronX Distributed makes its groups
-    from torch's default group, which must be of the backend `xla`, as it is with several ranks.
+    On a Trainium instance, the import of torch-xla translates torchrun's environment variables into those of the Neuron
+    plugin, with one core and one process per rank. So torch-xla must be imported after the variables are set. NeuronX
+    Distributed makes its process groups from torch's default group, which has the backend `xla`.
 
     Args:
-        settings: Hosts wait for each other for `hang_timeout_s`. Collectives on the device have a time limit of the
-            runtime, which `nxtrain launch` sets from the same key.
-        sync, meet: As in `XlaBackend`, for tests with several devices in one process.
+        settings: `hang_timeout_s` limits the waits of hosts for each other. Collectives on the device have a time limit
+            of the Neuron runtime, which `nxtrain launch` sets from the same key.
+        sync, meet: See `XlaBackend`; for tests with several devices in one process.
 
     Source: torch_xla 2.9, torch_xla/__init__.py and torch_xla/_internal/neuron.py; src/neuronx_distributed/
     parallel_layers/parallel_state.py in https://github.com/aws-neuron/neuronx-distributed at v0.18.

@@ -1,11 +1,11 @@
-"""Feed-forwards of experts by the blockwise kernels of the NKI Library.
+"""Feed-forward layers of experts by the blockwise kernels of the NKI Library.
 
 The kernels of Neuron SDK 2.29 are `blockwise_mm_baseline_shard_intermediate` forward and `blockwise_mm_bwd` backward.
-The former also returns both projections of each block. The kernels take matrices of inputs by outputs, so that each
-pass transposes the matrices of nxtrain. Rows without a token have the index of one more token, which is zeros. Sums
-over the experts of a token are rounded to bfloat16 once per expert.
+The forward kernel also returns both projections of each block. The kernels take weights as (inputs, outputs), so each
+pass transposes nxtrain's weights. Padding rows of a block refer to an extra token of zeros. The sum over the experts of
+a token is rounded to bfloat16 once per expert.
 
-No Trainium has run these calls. A stand-in with their signatures holds layouts, values and gradients in tests.
+These calls have not run on Trainium. Tests check layouts, values and gradients with a mock of the kernels.
 
 Shapes: T tokens, D hidden, F intermediate of this rank, E experts, n blocks of B rows each.
 
@@ -29,11 +29,11 @@ from nxtrain.common.errors import BackendError
 
 @dataclass(frozen=True)
 class NkiBlockwise(BlockwiseKernel):
-    """Blockwise kernels of the NKI Library, forward and backward.
+    """Blockwise expert kernels of the NKI Library, forward and backward.
 
     Args:
-        forward, backward: The kernels; `kernel[cores]` shares the work between cores.
-        scale_after: Value of `expert_affinities_scaling_mode` for weights that multiply the outputs of experts.
+        forward, backward: NKI kernels; `kernel[cores]` splits a kernel over physical cores.
+        scale_after: Value of `expert_affinities_scaling_mode` for router weights that multiply the experts' outputs.
     """
 
     forward: Any
@@ -81,7 +81,7 @@ class NkiBlockwise(BlockwiseKernel):
 
 
 def _operands(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """First arguments of both kernels: tokens and weights with one token of zeros, and the transposed matrices.
+    """First arguments of both kernels: tokens and router weights with a token of zeros, and the transposed weights.
 
     The shapes are (T + 1, D), ((T + 1) * E, 1), (E, D, 2, F) and (E, F, D).
     """
@@ -92,12 +92,12 @@ def _operands(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> tupl
 
 
 def _with_zeros(x: Tensor) -> Tensor:
-    """Append a row of zeros, to which rows of blocks without a token refer."""
+    """Append a row of zeros, the token to which padding rows of a block refer."""
     return torch.cat([x, x.new_zeros(1, x.shape[1])])
 
 
 def load() -> NkiBlockwise:
-    """Import the kernels of the installed NKI Library.
+    """Import the blockwise expert kernels of the installed NKI Library.
 
     Raises:
         BackendError: The kernels cannot be imported.
@@ -112,5 +112,5 @@ def load() -> NkiBlockwise:
             f"Neuron SDK {SDK} is installed, but the experts of its NKI Library cannot be imported: {error}; use "
             "backend.experts=plain, or install packages of one release of the Neuron SDK"
         ) from error
-    # The forward kernel is declared for calls by other kernels.
+    # The library declares the forward kernel for calls by other kernels only, so it is wrapped here.
     return NkiBlockwise(nki.jit(forward, mode="torchxla"), backward, ExpertAffinityScaleMode.POST_SCALE)

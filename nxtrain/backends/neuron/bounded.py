@@ -1,16 +1,17 @@
-"""Attention inside of documents and windows by kernels of the NKI Library, which take bounds of the keys per query.
+"""Attention for packed documents and sliding windows by NKI Library kernels with key bounds per query.
 
-The kernels `attention_cte`, forward, and `attention_bwd` come with the compiler. Queries are scaled before both, since
-the forward kernel with bounds takes no other scale than 1. In Neuron SDK 2.29 all sequences of a call share one row of
-bounds, so that each sequence of a micro-batch is a call. In 2.33, on TorchNeuron, each sequence has its own bounds.
+The forward kernel `attention_cte` and the backward kernel `attention_bwd` come with the Neuron compiler. Queries are
+scaled before both kernels, since the forward kernel with bounds requires the scale 1. In Neuron SDK 2.29 all sequences
+of a call share the bounds, so each sequence of a micro-batch is one call. In 2.33, on TorchNeuron, each sequence has
+its own bounds.
 
-No Trainium has run these calls. A stand-in with their signatures holds layouts, bounds and gradients in tests.
+These calls have not run on Trainium. Tests check layouts, bounds and gradients with a mock of the kernels.
 
 Shapes: S sequence, N query heads, K key/value heads, H head dimension, R sequences of a call, P partitions of 128.
 
 Source: src/nkilib_src/nkilib/core/attention/attention_cte.py and attention_bwd.py in
-https://github.com/aws-neuron/nki-library at d2ad3a5, its tag 2.29, and attention_cte.py at 092a49d for the bounds of
-each sequence; those of attention_bwd are in its `validate_inputs` of the same time.
+https://github.com/aws-neuron/nki-library at d2ad3a5, its tag 2.29. For the bounds of each sequence, attention_cte.py at
+092a49d, and `validate_inputs` of attention_bwd.py at that commit.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from nxtrain.common.errors import BackendError
 from nxtrain.common.kernels import KeyRanges
 
 PARTITIONS = 128
-"""Queries of a tile of both kernels."""
+"""Queries per tile of the forward and the backward kernel."""
 
 Operation = Callable[..., tuple[Tensor, Tensor, Tensor]]
-"""Function that calls a kernel with its constant arguments; it takes tensors and the number of cores."""
+"""Function of tensors and a number of cores that calls a kernel with its constant arguments."""
 
 
 @dataclass(frozen=True)
 class BoundedKernels:
-    """Attention of whole rows to ranges of keys, in the form of `Kernels.attend` and `Kernels.attend_backward`.
+    """Attention with key bounds per query by the NKI Library, for `Kernels.attend` and `Kernels.attend_backward`.
 
     Args:
-        forward, backward: Operations of `launches`.
-        lnc: Physical cores of a logical one.
-        together: Each sequence of a call has bounds of its own, and a call takes all sequences.
+        forward, backward: Operations that `launches` returns.
+        lnc: Physical cores per logical core.
+        together: One call computes all sequences, each with its own bounds.
     """
 
     forward: Operation
@@ -49,7 +50,7 @@ class BoundedKernels:
     together: bool = False
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
-        """`Kernels.attend`."""
+        """Compute `Kernels.attend` with the NKI forward kernel."""
         num_heads, cores = q.shape[2], self._cores(k)
         outs, sums = [], []
         for rows, low, high in self._calls(ranges, q.shape[1]):
@@ -72,7 +73,7 @@ class BoundedKernels:
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, ranges: KeyRanges
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`Kernels.attend_backward`."""
+        """Compute `Kernels.attend_backward` with the NKI backward kernel."""
         grads, cores = [], self._cores(k)
         operands = scaled(q), k, v, out.to(q.dtype), grad.to(q.dtype)
         for rows, low, high in self._calls(ranges, q.shape[1]):
@@ -85,13 +86,16 @@ class BoundedKernels:
         return q_grad / math.sqrt(q.shape[3]), k_grad, v_grad
 
     def _cores(self, keys: Tensor) -> int:
-        """Number of cores of a call. In SDK 2.29 cores divide key/value heads; later, also sequences and positions."""
+        """Physical cores of a kernel call.
+
+        In SDK 2.29 a call splits key/value heads over cores; later releases also split sequences and positions.
+        """
         if self.together or keys.shape[2] % self.lnc == 0:
             return self.lnc
         return 1
 
     def _calls(self, ranges: KeyRanges, batch: int) -> list[tuple[slice, Tensor, Tensor]]:
-        """Sequences of each call, with the first key of each query and the key after the last."""
+        """Return each kernel call: its sequences, and the first key and the key after the last of each query."""
         low, high = _bounds(ranges, batch)
         if self.together:
             return [(slice(None), low, high)]
@@ -99,7 +103,7 @@ class BoundedKernels:
 
 
 def launches(forward: Any, backward: Any) -> tuple[Operation, Operation]:
-    """Functions that call `attention_cte` and `attention_bwd`; `kernel[cores]` divides the work between cores."""
+    """Return functions that call `attention_cte` and `attention_bwd`, split over physical cores by `kernel[cores]`."""
 
     def attention_cte(
         q: Tensor, k: Tensor, v: Tensor, bound_min: Tensor, bound_max: Tensor, cores: int
@@ -150,7 +154,7 @@ def launches(forward: Any, backward: Any) -> tuple[Operation, Operation]:
 
 
 def load(lnc: int) -> BoundedKernels:
-    """Import the kernels of the compiler of Neuron SDK 2.29.
+    """Import the attention kernels with key bounds of Neuron SDK 2.29.
 
     Raises:
         BackendError: The kernels cannot be imported.
@@ -167,11 +171,11 @@ def load(lnc: int) -> BoundedKernels:
 
 
 def scaled(q: Tensor) -> Tensor:
-    """Queries over the root of H, so that products with keys are attention scores."""
+    """Divide queries by the square root of H, so that their products with keys are attention scores."""
     return q / math.sqrt(q.shape[3])
 
 
 def _bounds(ranges: KeyRanges, batch: int) -> tuple[Tensor, Tensor]:
-    """First key of each query, and the key after the last: (B, S) float32 each, contiguous."""
+    """Return the first key of each query, and the key after its last: (B, S) float32 each, contiguous."""
     first, after = ranges.first.float(), (ranges.last + 1).float()
     return first.expand(batch, -1).contiguous(), after.expand(batch, -1).contiguous()

@@ -1,4 +1,4 @@
-"""Attention by NKI's flash kernel, through NeuronX Distributed's function.
+"""Attention by NKI's flash kernel, called through NeuronX Distributed's `nki_flash_attn_func`.
 
 Shapes: S sequence, B batch, N query heads, K key/value heads, H head dimension.
 """
@@ -16,7 +16,7 @@ from nxtrain.common.errors import BackendError
 
 
 class FlashFunction(Protocol):
-    """`nki_flash_attn_func` of NxD 0.16 to 0.18, with the arguments that nxtrain passes."""
+    """Signature of NxD's `nki_flash_attn_func` (releases 0.16 to 0.18), with the arguments that nxtrain passes."""
 
     def __call__(  # 8 arguments: those of the kernel
         self,
@@ -30,15 +30,15 @@ class FlashFunction(Protocol):
         mixed_precision: bool,
         transpose_nki_inputs: bool,
     ) -> Tensor:
-        """Three tensors (B, N, H, S) to (B, N, S, H), unlike the shape in the function's docstring."""
+        """Compute attention of q, k and v, (B, N, H, S) each; return (B, N, S, H), unlike NxD's docstring says."""
         ...
 
 
 def load() -> FlashFunction:
-    """Import NxD's function.
+    """Import NxD's flash attention function.
 
     Raises:
-        BackendError: The function cannot be imported, or an environment variable would make it inexact.
+        BackendError: The function cannot be imported, or XLA_DOWNCAST_BF16 would make it inexact.
     """
     try:
         from neuronx_distributed.kernels.flash_attn import nki_flash_attn_func
@@ -48,20 +48,20 @@ def load() -> FlashFunction:
             "backend.attention=plain, or install packages of one release of the Neuron SDK"
         ) from error
     if "XLA_DOWNCAST_BF16" in os.environ:
-        # Other values are refused before. For torch-xla, `0` means off, like an unset variable, but not for NxD.
+        # Other values are refused earlier. For torch-xla `0` means off; NxD only checks if the variable is set.
         raise BackendError(
-            "XLA_DOWNCAST_BF16=0 makes NeuronX Distributed's flash attention keep the logarithms of the softmax's "
-            "sums, from which its backward pass starts, in bfloat16; unset it, or use backend.attention=plain"
+            "XLA_DOWNCAST_BF16=0 makes NeuronX Distributed's flash attention save the softmax's log-sums for its "
+            "backward pass in bfloat16, which is inexact; unset it, or use backend.attention=plain"
         )
     return cast(FlashFunction, nki_flash_attn_func)
 
 
 def flash_attention(function: FlashFunction, lnc: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`Kernels.attention` by a function that needs as many key/value heads as query heads.
+    """Compute causal attention by NxD's function; repeat key/value heads, since NxD needs one per query head.
 
     Args:
-        function: NxD's function.
-        lnc: Physical cores that share the kernel's work.
+        function: NxD's flash attention function.
+        lnc: Physical cores that share the kernel.
         q: (S, B, N, H).
         k, v: (S, B, K, H).
     """

@@ -1,6 +1,6 @@
-"""Machines with Trainium chips, and the machine that this one is; importable without torch.
+"""Trainium instance types, and detection of this machine's type; importable without torch.
 
-An instance type outside the table is made of chips of a known kind: the driver names the kind and shows every chip.
+An instance type outside the table is described by the Neuron driver, which names the kind of chip and lists every chip.
 
 Source: tools/neuron-sys-tools/neuron-sysfs-user-guide.rst of https://github.com/aws-neuron/aws-neuron-sdk at 81ce03a,
 for the driver's files.
@@ -15,45 +15,48 @@ from pathlib import Path
 from nxtrain.common.machines import INSTANCE_TYPES, MACHINES, Machine
 
 SYS = Path("/sys")
-"""Root of the system's description of its devices."""
+"""Root of sysfs, in which Linux describes its devices."""
 
 PRODUCT_NAME = Path("devices/virtual/dmi/id/product_name")
-"""File with the instance type of a virtual machine of EC2 (https://github.com/aws/aws-ofi-nccl reads it so)."""
+"""File in sysfs with the instance type of an EC2 machine, as https://github.com/aws/aws-ofi-nccl reads it."""
 
 CHIPS = Path("devices/virtual/neuron_device")
-"""Folder with a folder `neuron<n>` of the driver for each chip."""
+"""Folder in sysfs in which the Neuron driver has a folder `neuron<n>` for each chip."""
 
 EFA = Path("class/infiniband")
-"""Folder with an entry for each network device for collectives."""
+"""Folder in sysfs with an entry for each EFA network device."""
 
 
 INSTANCES = {name: machine for name, machine in INSTANCE_TYPES.items() if machine.target}
-"""Instances with Trainium chips by name."""
+"""Instance types with Trainium chips, by name."""
 
 _CHIPS = {"trn2": MACHINES["trn2.48xlarge"], "trn3": MACHINES["trn3-gen1-ultraserver"]}
-"""A machine of each kind of chip, by the beginning of the names of its instances."""
+"""One machine per kind of chip, by the prefix of its instance names; the template for unknown instance types."""
 
 FIRST_GENERATION = ("trn1", "trn1n")
-"""Targets supported through PyTorch/XLA only."""
+"""Compiler targets of first-generation Trainium, which nxtrain supports through PyTorch/XLA only."""
 
 
 def this_machine(root: Path = SYS) -> Machine | None:
-    """Instance of this machine: from `INSTANCES`, or as its driver describes it; None if no chip is known.
+    """Return the instance type of this machine, from `INSTANCES` or the Neuron driver; None without known chips.
 
     Args:
-        root: Folder of the system's description of its devices.
+        root: Root of sysfs.
     """
     product = _read(root / PRODUCT_NAME)
     return INSTANCES.get(product) or _described(root, product)
 
 
 def chip_kind(name: str) -> str:
-    """Kind of the chips of an instance or device by its name, such as `trn3`; empty if unknown."""
+    """Return the kind of Trainium chip by the name of an instance or device, such as `trn3`; empty if unknown."""
     return next((kind for kind in _CHIPS if name.lower().startswith(kind)), "")
 
 
 def _described(root: Path, product: str) -> Machine | None:
-    """Instance that the driver's files describe, such as a Trn3: AWS names the family `Trn3pds`, and no sizes."""
+    """Describe an instance type outside the table from the driver's files; None if the driver shows no known chips.
+
+    Trn3 needs this: AWS publishes the family `Trn3pds`, but no sizes.
+    """
     chips = len(list((root / CHIPS).glob("neuron[0-9]*")))
     said = _read(root / CHIPS / "neuron0/info/architecture/instance_type")
     kind = chip_kind(product) or chip_kind(said)

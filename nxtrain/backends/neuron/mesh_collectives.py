@@ -1,4 +1,4 @@
-"""Collectives over the groups of a device mesh, as TorchNeuron's compiler needs them."""
+"""Collectives over the process groups of a torch device mesh, which TorchNeuron's compiler needs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from nxtrain.common.process.greetings import without_greetings
 
 
 class MeshCollectives(C10dCollectives):
-    """Collectives whose groups of the axes pp, replica, shard and tp come from one `init_device_mesh`.
+    """Collectives whose process groups of the axes pp, replica, shard and tp come from one `init_device_mesh`.
 
-    A compiled graph holds every replica group of its collectives, also those without this rank. TorchNeuron learns this
-    partition of the world from the device mesh. Products of axes are used outside of compiled graphs only.
+    A compiled graph contains all replica groups of its collectives, including groups without this rank. TorchNeuron
+    reads the groups from the device mesh. Groups over several axes are used outside of compiled graphs only.
 
-    Transfers of a pipeline go over the group of the pp axis, as in `torch.distributed.pipelining`.
+    Transfers between pipeline stages use the group of the pp axis, as in `torch.distributed.pipelining`.
 
     Source: torch/guides/torch-distributed.html in https://awsdocs-neuron.readthedocs-hosted.com/en/latest: all of its
     examples make groups by `init_device_mesh`.
@@ -54,7 +54,7 @@ class MeshCollectives(C10dCollectives):
         return torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype)
 
     def _link(self, mesh: Mesh) -> None:
-        """Make no groups of two ranks: the group of the pp axis carries all transfers."""
+        """Make no two-rank groups for pipeline transfers, since the group of the pp axis carries all of them."""
 
     def device_mesh(self, device: str, axes: StateAxes) -> DeviceMesh:
         assert self._root is not None, "a mesh is laid out before parameters are sharded"

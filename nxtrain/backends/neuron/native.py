@@ -1,4 +1,4 @@
-"""TorchNeuron backend: Trainium as PyTorch's device "neuron", over `torch.distributed`; no NxD, and no PyTorch/XLA.
+"""TorchNeuron backend: Trainium as PyTorch's device "neuron" with `torch.distributed`, without NxD and PyTorch/XLA.
 
 This backend has not run on hardware yet. It relies on AWS's documentation under torch/ of
 https://awsdocs-neuron.readthedocs-hosted.com/en/latest: about-pytorch-neuron, guides/torch-distributed,
@@ -36,17 +36,17 @@ from nxtrain.common.mesh import Mesh
 from nxtrain.common.process.greetings import without_greetings
 
 DEVICE = "neuron"
-"""Device without an index, as in AWS's guide: a process owns one logical core, chosen by its local rank."""
+"""Name of torch's device. It has no index: a process owns one logical core, chosen by its local rank."""
 
 PROCESS_GROUP = "neuron"
-"""Process group for tensors of the device, by AWS's guide; host objects such as checkpoint plans use another."""
+"""Name of the `torch.distributed` backend for device tensors; host objects such as checkpoint plans use gloo."""
 
 
 class NeuronNativeBackend(AcceleratorBackend):
-    """One logical NeuronCore per rank.
+    """TorchNeuron backend with one logical NeuronCore per rank.
 
-    Stochastic rounding is done in software, by the key, as on CPU and CUDA; `nxtrain launch` disables the hardware's
-    unless `backend.rounding=hardware`.
+    Stochastic rounding runs in software with the run's keys, as on CPU and CUDA. `nxtrain launch` disables the
+    hardware's stochastic rounding unless `backend.rounding=hardware`.
     """
 
     name = "neuron-native"
@@ -64,7 +64,7 @@ class NeuronNativeBackend(AcceleratorBackend):
         self.extracts = torchneuron.compiles_only(os.environ)
         self._read_placement()
         self.collectives = MeshCollectives(self.world, DEVICE_TYPE)
-        # Before any tensor is on the device: joining assigns a core to this process.
+        # Before any tensor is on the device, since joining the process group assigns a core to this process.
         self._join(PROCESS_GROUP, settings.hang_timeout_s)
         if self.world > 1:
             limit = timedelta(seconds=self.collectives.hang_timeout_s)
@@ -108,11 +108,11 @@ class NeuronNativeBackend(AcceleratorBackend):
         self.kernels.grouped = self.attention.is_flash
 
     def _take_library(self, kinds: Container[AttentionKind], shape: AttentionShape, lnc: int) -> str:
-        """Use the NKI Library's kernels for these kinds; return the reason why kernels are missing or fail."""
+        """Load the NKI Library's attention kernels of these kinds; return the reason if kernels are missing or fail."""
         self.kernels.bounded = self.ring = None
         why = ""
         try:
-            if "ring" in kinds:  # all ranks try these together
+            if "ring" in kinds:  # all ranks load these together
                 is_striped = layout_of_ring(shape.cp_layout) == "striped"
                 self.ring = library.load_ring(self._mesh.cp, lnc, is_striped=is_striped)
             if "bounded" in kinds:
@@ -130,7 +130,7 @@ class NeuronNativeBackend(AcceleratorBackend):
             return
         if wanted == "hardware":
             if not hardware_rounds(self.put):
-                reason = "this device rounds casts to the nearest number, so backend.rounding=hardware has no effect"
+                reason = "backend.rounding=hardware has no effect, since this device rounds casts to the nearest number"
                 raise BackendError(f"{reason}; use backend.rounding=software, or start the run by nxtrain launch")
             self.kernels.rounds = True
             self._rounding = "stochastic rounding by the hardware, which nobody has tested with TorchNeuron"

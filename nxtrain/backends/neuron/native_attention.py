@@ -1,8 +1,8 @@
-"""Choice of attention on TorchNeuron: its flash kernel, the NKI Library's kernels, and their conditions.
+"""Choice of the attention kernel on TorchNeuron, and the shapes that each kernel supports.
 
-TorchNeuron's kernel lies under `scaled_dot_product_attention`. Its names and limits are measurements of one user of the
-beta 2.12.3; AWS's pages do not list them. Elementary operations compute a shape that does not fit. For one shape on
-trn2.3xlarge, that user measured 6.4 times the time.
+TorchNeuron runs its flash kernel under `scaled_dot_product_attention`. The limits of that kernel are measurements of
+one user of the beta 2.12.3; AWS does not document the limits. Other shapes use the NKI Library's kernels or elementary
+operations. For one shape on trn2.3xlarge, the same user measured 6.4 times the time with elementary operations.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from nxtrain.backends.neuron.attention import BOUNDED, misfits_of_bounded
 from nxtrain.common.errors import ConfigError, Problem
 
 SEQUENCE_TILE = 512
-"""Tokens that divide a sequence."""
+"""Divisor of the sequence length, in tokens, for TorchNeuron's flash kernel."""
 MAX_HEAD_SIZE = 128
-"""Width of the widest head."""
+"""Largest head size of TorchNeuron's flash kernel."""
 MAX_HEADS = 512
-"""Most heads of all sequences of a micro-batch."""
+"""Most query heads, over all sequences of a micro-batch, of TorchNeuron's flash kernel."""
 
 SWITCH = "TORCH_NEURONX_ENABLE_NKI_SDPA"
-"""Variable that turns the kernel off if it is 0."""
+"""Environment variable that disables TorchNeuron's flash kernel if its value is 0."""
 
 
 RING_TILE, LONGEST_RING_PART = 512, 16384
-"""Tokens of a rank in a ring: a multiple of the one up to the other.
+"""Tokens per rank in ring attention: a multiple of the first number, up to the second.
 
-Source: `_K_TILE_SZ` in attention_cte.py, and the longest part that was tested, by the notes of
+Source: `_K_TILE_SZ` in attention_cte.py, and the longest length that AWS tested, by the notes of
 `ring_attention_spmd_fwd`; see `ring_kernels.py`.
 """
 MOST_RING_RANKS = 32
-"""Most ranks of a ring. Source: `_MAX_GLOBAL_CP_DEGREE` in attention_cte.py."""
+"""Most context parallel ranks of ring attention. Source: `_MAX_GLOBAL_CP_DEGREE` in attention_cte.py."""
 
 
 def choose_native(
     wanted: str, shape: AttentionShape, *, switched_off: bool, library: str, lnc: int = 1
 ) -> AttentionChoice:
-    """Choose between the kernels of TorchNeuron and of the NKI Library, and elementary operations.
+    """Choose between TorchNeuron's attention kernel, the NKI Library's kernels, and elementary operations.
 
     Args:
         wanted: `auto`, `plain` or `flash`.
         shape: Shape of one rank's attention.
-        switched_off: The environment turns TorchNeuron's kernel off.
-        library: Reason why the NKI Library cannot be had; empty: it is installed.
-        lnc: Physical cores of a logical one.
+        switched_off: The environment disables TorchNeuron's kernel.
+        library: Reason why the NKI Library cannot be used; empty if it is installed.
+        lnc: Physical cores per logical core.
 
     Raises:
-        ConfigError: The kernel is wanted and the shape does not fit, or is not wanted and not switched off.
+        ConfigError: The kernel is wanted but does not support the shape, or plain is wanted but the kernel is enabled.
     """
     if shape.sinks:
         return choose_sinks("neuron-native", wanted, shape)
@@ -71,7 +71,7 @@ def choose_native(
     if switched_off:
         obstacles.insert(0, f"{SWITCH}=0 turns TorchNeuron's kernel off")
     if wanted == "plain" and not obstacles and not shape.limits:
-        reason = "plain, but TorchNeuron computes this shape by its own kernel, behind torch's attention"
+        reason = "is plain, but TorchNeuron computes this shape by its own kernel, behind torch's attention"
         hint = f"use auto, or set {SWITCH}=0 in the environment"
         raise ConfigError([Problem("backend.attention", reason, hint=hint)])
     if shape.limits and wanted != "plain":
@@ -91,7 +91,7 @@ def choose_native(
 
 
 def library_lacking() -> str:
-    """Reason why the NKI Library cannot be had here; empty: its packages are installed."""
+    """Return the reason why the NKI Library cannot be used here; empty if its packages are installed."""
     for name in ("nki", "nkilib"):
         if find_spec(name) is None:
             return f"the package {name} is not installed"
@@ -99,7 +99,7 @@ def library_lacking() -> str:
 
 
 def _misfits_of_ring(shape: AttentionShape) -> Iterator[str]:
-    """Reasons why the ring kernels cannot be used."""
+    """Reasons why the NKI Library's ring attention kernels cannot be used."""
     if shape.cp_method == "gather":
         yield "parallel.cp_method=gather"
     if shape.cp_layout == "zigzag":

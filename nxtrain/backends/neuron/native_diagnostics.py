@@ -1,4 +1,4 @@
-"""Measurements of a TorchNeuron device, by functions of `torch.neuron` that a release may lack."""
+"""Memory, speed and profiles of a TorchNeuron device, by `torch.neuron` functions that a release may lack."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from nxtrain.backends.c10d import C10dDiagnostics
 from nxtrain.backends.neuron.hardware import INSTANCES, chip_kind, this_machine
 
 DEVICE_TYPE = "neuron"
-"""Type of the device, for device meshes."""
+"""Device type of TorchNeuron in torch, for device meshes."""
 
 
 class NeuronNativeDiagnostics(C10dDiagnostics):
-    """Measurements of one logical core."""
+    """Memory, speed, fallbacks and profiles of one logical NeuronCore."""
 
     def fallbacks(self) -> tuple[str, ...]:
         operations: Iterable[object] = _call("get_fallback_ops") or ()
@@ -45,7 +45,7 @@ class NeuronNativeDiagnostics(C10dDiagnostics):
         return native_profiler(profiles, os.environ)
 
     def finish_profiled(self) -> None:
-        # The host runs ahead; a profile that ends before the device lacks the end of its work.
+        # The host runs ahead of the device; a profile that ends too early lacks the device's last operations.
         _call("synchronize")
 
     def peak_memory_bytes(self) -> int:
@@ -55,13 +55,13 @@ class NeuronNativeDiagnostics(C10dDiagnostics):
 
 
 def _call(name: str) -> Any:
-    """Result of a function of TorchNeuron; None without one."""
+    """Call a TorchNeuron function without arguments; return None if this release lacks the function."""
     function = find_function(name)
     return function() if function else None
 
 
 def find_function(name: str) -> Callable[[], Any] | None:
-    """Function of `torch.neuron`, or of `torch_neuronx` where older releases have it; None without one."""
+    """Find a function in `torch.neuron`, or in `torch_neuronx` of older releases; None if neither has the function."""
     function = _function(getattr(torch, DEVICE_TYPE, None), name)
     if function is not None:
         return function

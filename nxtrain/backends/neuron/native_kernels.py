@@ -1,4 +1,4 @@
-"""Kernels of TorchNeuron: elementary operations without 64-bit indices, and few compiled graphs around them."""
+"""Kernels of TorchNeuron: elementary operations without 64-bit indices, some compiled into graphs."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 class NeuronNativeKernels(PlainKernels):
-    """Kernels of one logical core.
+    """Kernels of one logical NeuronCore on TorchNeuron.
 
-    A dispatch of an operation costs the host tens of microseconds, and each parameter's update has about twenty. With
-    `compile.torch_compile` the loss, the norms and the whole update are graphs too, next to the blocks.
+    Dispatching an operation costs the host tens of microseconds, and the update of each parameter has about twenty
+    operations. So `compile.torch_compile` compiles the loss, the norms and the optimizer update, as well as the blocks.
 
     Attributes:
-        compiles: `fuse` compiles.
-        grouped: Attention gets keys and values without copies for the query heads that share them.
-        bounded: The NKI Library's attention inside of documents and windows; None: elementary operations.
-        rounder: Stochastic rounding in software; `rounds_on_host` if it is `round_on_host`.
-        rounds: The hardware rounds casts at random.
+        compiles: `fuse` compiles functions.
+        grouped: Attention takes grouped key/value heads, without copies per query head.
+        bounded: The NKI Library's attention for documents and windows; None to use elementary operations.
+        rounder: Stochastic rounding in software; `rounds_on_host` is set if it is `round_on_host`.
+        rounds: The hardware rounds casts stochastically.
     """
 
     static_shapes = True
@@ -58,7 +58,7 @@ class NeuronNativeKernels(PlainKernels):
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        # The last norm is outside of the blocks' graphs.
+        # The final norm of the model is outside of the blocks' graphs.
         return self._norm(x, weight, eps)
 
     def cross_entropy(
@@ -67,7 +67,7 @@ class NeuronNativeKernels(PlainKernels):
         return masked_cross_entropy(logits, targets, columns, needs_grad=needs_grad, z_loss=z_loss)
 
     def compile(self) -> None:
-        """Let `fuse` compile from here on."""
+        """Make `fuse` compile functions, and compile the RMS norm."""
         self.compiles = True
         self._norm = self.fuse(rms_norm)
 
@@ -81,8 +81,8 @@ class NeuronNativeKernels(PlainKernels):
         try:
             return super().bits(x)
         except NotImplementedError:
-            # torch's error where a device has no kernel for a view of another type. Only the vote asks for bits, so the
-            # copy costs no training step.
+            # torch raises this where a device has no kernel for a view of another type. Only the replica vote reads
+            # bits, so the copy slows no training step.
             return x.detach().cpu().view(torch.int32).to(x.device)
 
     def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:

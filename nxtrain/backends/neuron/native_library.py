@@ -1,7 +1,7 @@
-"""Kernels of the NKI Library on TorchNeuron: attention to ranges of keys, and rings of context parallel ranks.
+"""NKI Library attention kernels on TorchNeuron: attention with key bounds, and ring attention.
 
-The kernels are registered as operations of torch, so that a graph of `torch.compile` holds each as one node. A trial on
-the device comes before their first use, since no Trainium has run these calls.
+The kernels are registered as torch operations, so each is one node in a graph of `torch.compile`. A run tries the
+kernels on the device before it uses them, since these calls have not been tested on Trainium.
 
 Source: torch/guides/how-to-work-with-nki.html of https://awsdocs-neuron.readthedocs-hosted.com/en/latest, of Neuron
 SDK 2.33 (`nki_op`); `wrap_nki` is in the betas before.
@@ -22,14 +22,14 @@ from nxtrain.backends.ranged_attention import whole_rows
 from nxtrain.common.mesh import Axis
 
 TRIAL_TOKENS = 512
-"""Tokens of a trial: one tile of the kernels."""
+"""Sequence length of a kernel trial: one tile of the kernels."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @cache
 def load_bounded(lnc: int) -> BoundedKernels:
-    """Import attention with bounds.
+    """Import the attention kernels with key bounds per query.
 
     Raises:
         ImportError: The kernels cannot be imported.
@@ -43,7 +43,7 @@ def load_bounded(lnc: int) -> BoundedKernels:
 
 @cache
 def load_ring(axis: Axis, lnc: int, *, is_striped: bool) -> RingKernels:
-    """Import attention of ranks that pass keys and values on.
+    """Import the ring attention kernels, in which context parallel ranks pass keys and values on.
 
     Raises:
         ImportError: The kernels cannot be imported.
@@ -57,7 +57,7 @@ def load_ring(axis: Axis, lnc: int, *, is_striped: bool) -> RingKernels:
 
 
 def bounded_failure(kernels: BoundedKernels, device: torch.device, head_size: int) -> str:
-    """Try documents and a window on the device; return the reason why the kernels fail, or nothing."""
+    """Try attention with documents and a window on the device; return why the kernels fail, or an empty string."""
     generator, length = torch.Generator().manual_seed(0), TRIAL_TOKENS
     shapes = [(length, 2, heads, head_size) for heads in (4, 2, 2)]
     q, k, v = (torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in shapes)

@@ -1,4 +1,4 @@
-"""TorchNeuron's part in a profile by torch: events of runtime and device, in files for Neuron Explorer.
+"""Settings of torch's profiler for TorchNeuron: runtime and device events in files for Neuron Explorer.
 
 Sources: tools/neuron-explorer/how-to-profile-pytorch.html (modes) and environment-variables.html in
 https://awsdocs-neuron.readthedocs-hosted.com/en/latest, of SDK 2.33.1. tools/neuron-explorer/
@@ -16,18 +16,18 @@ from torch.profiler import ProfilerActivity
 from nxtrain.common.run_folder import DEVICE_PROFILES_DIR
 
 DEVICE_TRACE = "NEURON_RT_INSPECT_DEVICE_PROFILE"
-"""Variable of the runtime that asks for traces of instructions, unless it is 0."""
+"""Environment variable of the Neuron runtime that enables instruction traces, unless its value is 0."""
 
 
 def native_profiler(profiles: Path, environ: Mapping[str, str]) -> tuple[dict[str, Any], str]:
-    """Arguments with which torch's profiler records the device too, and a message about the device's files.
+    """Arguments with which torch's profiler also records the device, and a log message about the device's files.
 
-    Traces of instructions reserve gigabytes of device memory, under which a run that fits would fail. So they are left
-    out unless the environment asks for them.
+    Instruction traces reserve gigabytes of device memory, so a run that otherwise fits may fail. They are off unless
+    the environment enables them.
 
     Args:
         profiles: Folder of the run's profiles.
-        environ: Variables of this process.
+        environ: Environment variables of this process.
     """
     activities = {"activities": [ProfilerActivity.CPU, ProfilerActivity.PrivateUse1]}
     try:
@@ -41,6 +41,6 @@ def native_profiler(profiles: Path, environ: Mapping[str, str]) -> tuple[dict[st
         config = NeuronConfig(modes=modes, profile_output_dir=str(folder))
     except TypeError as error:
         return activities, f"this TorchNeuron's NeuronConfig is not the one that AWS documents: {error}"
-    # NeuronConfig's own exporter is left out: torch saves a trace once, and the run's own file is that one.
+    # Without NeuronConfig's exporter, since torch saves a trace only once, and the run saves its own file.
     hint = "" if instructions else f"; {DEVICE_TRACE}=1 adds instructions, and takes about 5 GB of device memory"
     return {**activities, "experimental_config": config}, f"events of the device: {folder}, for Neuron Explorer{hint}"

@@ -1,7 +1,7 @@
-"""Stochastic rounding on TorchNeuron: three ways to do it in software, each compared bit by bit before its use.
+"""Stochastic rounding on TorchNeuron: three software implementations, checked bitwise before use.
 
-Rounding needs views of another type, shifts and 32-bit products that wrap around. AWS's list of operators promises none
-of these exactly. The first way whose bits are those of the host is taken.
+Rounding needs bitcasts, shifts and wrapping 32-bit products. AWS's operator list does not guarantee exact results for
+them. The first implementation whose bits equal the host's is used.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from nxtrain.backends.rounding import mix_, round_by_pairs, round_one_by_one, st
 from nxtrain.common.kernels import RoundingKey
 
 Rounder = Callable[[Tensor, Tensor, RoundingKey, Tensor], None]
-"""`Kernels.stochastic_round`."""
+"""Implementation of `Kernels.stochastic_round`."""
 
 ROWS, COLUMNS = 64, 33
-"""Shape of the probe; an odd number of columns has a last half pair."""
+"""Shape of the tensor that checks an implementation; the odd number of columns leaves half of a pair."""
 
 STEPS = (1.0, 7.0, 4096.0)
 
 
 def round_by_views(x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
-    """Round on the device, operation by operation."""
+    """Round stochastically on the device with eager operations."""
     round_one_by_one(x, out, key, step, bitcast=torch.Tensor.view)
 
 
 def round_in_graph(x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
-    """Round on the device in a compiled graph, where a view of another type is one of the compiler's operations."""
+    """Round stochastically on the device in a compiled graph, whose compiler supports bitcasts."""
     out.copy_(_compiled()(x, key.rows, key.columns, key.odd, step).to(out.dtype))
 
 
 def round_on_host(x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
-    """Round on the host, after a copy there and before one back: slow, and right on any device."""
+    """Round stochastically on the host, with copies to the host and back: slow, but correct on any device."""
     host = torch.empty(out.shape, dtype=out.dtype)
     round_by_pairs(x.detach().cpu(), host, _put(key, Tensor.cpu), step.cpu())
     out.copy_(host)
@@ -46,14 +46,14 @@ WAYS: dict[str, Rounder] = {
     "in a compiled graph": round_in_graph,
     "on the host, with a copy of every parameter there and back in each step": round_on_host,
 }
-"""Ways to round, best first."""
+"""Implementations of stochastic rounding by their names in messages, fastest first."""
 
 
 def choose_rounder(put: Callable[[Tensor], Tensor]) -> tuple[Rounder, str]:
-    """First implementation of rounding whose bits are right, and a message that names the rejected ones.
+    """Choose the first correct implementation of stochastic rounding; return a log message about the choice too.
 
     Args:
-        put: Copies a host tensor to the device.
+        put: Function that copies a host tensor to the device.
     """
     defects: list[str] = []
     for name, way in WAYS.items():
@@ -66,13 +66,13 @@ def choose_rounder(put: Callable[[Tensor], Tensor]) -> tuple[Rounder, str]:
 
 
 def hardware_rounds(put: Callable[[Tensor], Tensor]) -> bool:
-    """True if the device rounds casts at random: values between two bfloat16 numbers go to both of them."""
+    """True if the device rounds casts stochastically: equal values between two bfloat16 numbers round to both."""
     between = put(torch.full((4096,), 1.0 + 2.0**-9))
     return len(set(between.to(torch.bfloat16).float().cpu().tolist())) > 1
 
 
 def _defect(way: Rounder, put: Callable[[Tensor], Tensor]) -> str:
-    """Difference between a way's bits on the device and those of the host; empty if there is none."""
+    """Describe the difference between an implementation's bits on the device and the host's; empty if equal."""
     x, key = _sample(), _key()
     wrong = 0
     try:
@@ -83,14 +83,14 @@ def _defect(way: Rounder, put: Callable[[Tensor], Tensor]) -> str:
             round_by_pairs(x, wanted, key, step_hash(step))
             way(put(x), actual, _put(key, put), step_hash(put(step)))
             wrong += int((actual.cpu().view(torch.int16) != wanted.view(torch.int16)).sum())
-    # An operation or a type that the device lacks, or a graph that its compiler refuses; the run's note says which.
+    # The device lacks an operation or type, or its compiler refuses the graph; the message of the run tells which.
     except (RuntimeError, TypeError) as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return f"{wrong} of {len(STEPS) * ROWS * COLUMNS} entries differ" if wrong else ""
 
 
 def _sample() -> Tensor:
-    """Numbers of all magnitudes and both signs, among them zeros, subnormal numbers and infinities; no NaN.
+    """Float32 test numbers of all magnitudes and both signs, with zeros, subnormals and infinities, without NaN.
 
     The bits of a NaN may differ between devices without harm.
     """

@@ -1,16 +1,17 @@
-"""Attention of context parallel ranks by the NKI Library's ring kernels, which pass keys and values on themselves.
+"""Context parallel attention by the NKI Library's ring kernels, which exchange keys and values between ranks.
 
-Every query head has keys and values of its own in the kernels, so that shared heads are copied, and the gradients of
-the copies are summed. Queries are scaled before both kernels, since the causal forward kernel takes a scale of 1 alone.
-A rank has a piece of each sequence, or every cp-th position. Forward, keys and values travel; backward, the queries and
-all that belongs to them. The rank is data of the device, so that one program serves all ranks.
+The kernels need one key/value head per query head, so grouped heads are copied, and the gradients of the copies are
+summed. Queries are scaled before both kernels, since the causal forward kernel requires the scale 1. A rank has a
+contiguous part of each sequence, or every cp-th position. The forward kernel sends keys and values around the ring. The
+backward kernel sends the queries, with their outputs and gradients. The rank is a device tensor, so all ranks run the
+same program.
 
-No Trainium has run these calls. A stand-in with their signatures holds layouts and gradients in tests.
+These calls have not run on Trainium. Tests check layouts and gradients with a mock of the kernels.
 
 Shapes: T positions of this rank, B sequences, N query heads, K key/value heads, H head dimension, P partitions of 128.
 
 Source: src/nkilib_src/nkilib/experimental/attention/ring_attention_fwd.py in https://github.com/aws-neuron/nki-library
-at 092a49d, and ring_attention_bwd.py of the same time; nki/library/api/ring-attention-fwd.html and -bwd.html of
+at 092a49d, and ring_attention_bwd.py at that commit; nki/library/api/ring-attention-fwd.html and -bwd.html of
 https://awsdocs-neuron.readthedocs-hosted.com/en/latest.
 """
 
@@ -29,10 +30,10 @@ from nxtrain.common.layers import RingAttention
 
 @dataclass(frozen=True)
 class RingKernels(RingAttention):
-    """Causal attention of this rank's queries to the keys of all ranks.
+    """Causal ring attention of this rank's queries to the keys of all context parallel ranks.
 
     Args:
-        forward, backward: Operations of `ring_launches`.
+        forward, backward: Operations that `ring_launches` returns.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -58,12 +59,13 @@ class RingKernels(RingAttention):
 def ring_launches(
     forward: Any, backward: Any, groups: tuple[tuple[int, ...], ...], lnc: int, *, is_striped: bool
 ) -> tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor, Tensor]]]:
-    """Operations of `ring_attention_spmd_fwd` and `ring_attention_spmd_bwd`.
+    """Return functions that call the ring kernels `ring_attention_spmd_fwd` and `ring_attention_spmd_bwd`.
 
     Args:
+        forward, backward: NKI kernels.
         groups: Ranks of each ring, in the order of their positions.
-        lnc: Physical cores of a logical one.
-        is_striped: A rank has every cp-th position; False: a piece.
+        lnc: Physical cores per logical core.
+        is_striped: A rank has every cp-th position; False if a rank has a contiguous part.
     """
     size = len(groups[0])
     if lnc > 1:
@@ -109,5 +111,5 @@ def ring_launches(
 
 
 def _for_each_query(x: Tensor, q: Tensor) -> Tensor:
-    """(T, B, K, H) to (T, B, N, H), a copy of a head for each query head that shares it."""
+    """Repeat key/value heads (T, B, K, H) for each query head: (T, B, N, H)."""
     return x.repeat_interleave(q.shape[2] // x.shape[2], dim=2)

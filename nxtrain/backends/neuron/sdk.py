@@ -1,6 +1,6 @@
-"""Installed release of the AWS Neuron SDK, or the missing packages; importable without torch.
+"""Detection of the installed AWS Neuron SDK and of missing packages; importable without torch.
 
-PyPI has placeholders under the names of AWS's packages. They install without complaint and fail at import. Their
+PyPI has placeholders under the names of AWS's packages. They install without an error and fail at import. Their package
 description identifies them.
 """
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from nxtrain.backends.base import Support
 
 PACKAGE_INDEX = "https://pip.repos.neuron.amazonaws.com"
-"""Package index of AWS (setup/pytorch/manual.rst in https://github.com/aws-neuron/aws-neuron-sdk)."""
+"""AWS's pip package index for the Neuron SDK (setup/pytorch/manual.rst in https://github.com/aws-neuron/aws-neuron-sdk)."""
 
 DEVICES = Path("/dev")
 """Folder in which the Neuron driver makes one file `neuron<n>` per chip."""
@@ -24,7 +24,7 @@ _PLACEHOLDER = "WRONG PACKAGE"  # description of torch-neuronx 1.0 and the like,
 
 
 class SdkVersion(NamedTuple):
-    """Release of the SDK."""
+    """Version of a Neuron SDK release."""
 
     major: int
     minor: int
@@ -35,11 +35,11 @@ class SdkVersion(NamedTuple):
 
 @dataclass(frozen=True)
 class Release:
-    """Prefixes of package versions in one release of the SDK.
+    """Prefixes of package versions in one release of the Neuron SDK.
 
     Args:
-        python: Oldest and newest Python with packages.
-        torch_neuronx: Version of torch-neuronx, after the version of torch.
+        python: Oldest and newest Python versions with packages.
+        torch_neuronx: Version of torch-neuronx, without the leading version of torch.
         neuronx_cc: Version of the compiler.
         neuronx_distributed: Version of NeuronX Distributed.
     """
@@ -57,16 +57,18 @@ RELEASES = {
     SdkVersion(2, 30): Release(("3.11", "3.13"), "2.14", "2.25", "0.19"),
     SdkVersion(2, 31): Release(("3.11", "3.13"), "2.15", "2.26", "0.19"),
 }
-"""Releases with a torch-neuronx for torch 2.9; 2.32 has none.
+"""Package versions of the Neuron SDK releases with a torch-neuronx for torch 2.9; 2.32 has no such torch-neuronx.
 
 Source: src/helperscripts/n2-manifest.json in https://github.com/aws-neuron/aws-neuron-sdk at 81ce03a.
 """
 
 DISTRIBUTED = ((0, 15), (0, 18))
-"""First and last releases of NeuronX Distributed that nxtrain is verified with; later ones have no public source."""
+"""First and last release of NeuronX Distributed that nxtrain is verified with; later releases are closed source."""
 
 RECOMMENDED = SdkVersion(2, 28)
-"""Release that AWS advises users of NxD and of NxD Training to keep; to users of torch-neuronx alone AWS names 2.31.0.
+"""Neuron SDK release that AWS recommends for NxD and NxD Training.
+
+For torch-neuronx alone AWS recommends 2.31.0.
 
 Source: about-neuron/announcements/neuron2.x/announce-eos-nxdt-nxd-core-training.rst, and setup/pytorch/index.rst, in
 the same repository.
@@ -75,10 +77,10 @@ the same repository.
 
 @dataclass(frozen=True)
 class Package:
-    """An installed package.
+    """Installed Python package.
 
     Args:
-        name: Name for pip.
+        name: Name of the package in pip.
         version: Installed version.
         placeholder: The package is PyPI's placeholder, not AWS's package.
     """
@@ -89,7 +91,7 @@ class Package:
 
 
 def installed(name: str) -> Package | None:
-    """Installed package of a name; None if there is none."""
+    """Find an installed package by name; None if the package is not installed."""
     try:
         package = distribution(name)
     except PackageNotFoundError:
@@ -98,7 +100,7 @@ def installed(name: str) -> Package | None:
 
 
 def detect() -> SdkVersion | None:
-    """Release of the SDK of the installed torch-neuronx; None if torch-neuronx is absent or unknown."""
+    """Neuron SDK release of the installed torch-neuronx; None if torch-neuronx is absent or unknown."""
     package = installed("torch-neuronx")
     if package is None or package.placeholder:
         return None
@@ -107,7 +109,7 @@ def detect() -> SdkVersion | None:
 
 
 def support() -> Support:
-    """Check if this machine can train on Neuron devices; if not, one line for each missing part."""
+    """Check if this machine can train on Neuron devices; the reason has one line for each missing part."""
     missing = list(missing_devices())
     packages = list(_wrong_packages())
     missing += [*packages, install_command()] if packages else []
@@ -117,22 +119,24 @@ def support() -> Support:
 
 
 def num_devices() -> int:
-    """Number of chips that the driver shows."""
+    """Number of Neuron devices (chips) that the driver shows."""
     return len(list(DEVICES.glob("neuron[0-9]*")))
 
 
 def missing_devices() -> Iterator[str]:
-    """Message that there is no chip, if so."""
+    """Yield a message if this machine has no Neuron device."""
     if not num_devices():
         yield f"no Neuron device in {DEVICES}, as the driver of a Trainium instance makes them"
 
 
 def distributed_support(*, allow_unverified: bool = False, assumed: Package | None = None) -> Support:
-    """Support by the installed NeuronX Distributed; if it is absent, the packages to install. Imports no package.
+    """Check if the installed NeuronX Distributed can be used; if not, give the reason and the packages to install.
+
+    The check imports no package.
 
     Args:
         allow_unverified: Allow a release outside `DISTRIBUTED`.
-        assumed: Package of the run's machine, used if this machine has none.
+        assumed: Package of the machine that will run the job, used if this machine has none.
     """
     way_out = _install_distributed()
     package = installed("neuronx-distributed")
@@ -153,7 +157,7 @@ def distributed_support(*, allow_unverified: bool = False, assumed: Package | No
 
 
 def unverified(package: Package) -> str:
-    """Message that an installed NeuronX Distributed is unverified; empty for a release of `DISTRIBUTED`."""
+    """Message that a release of NeuronX Distributed is unverified; empty for a release within `DISTRIBUTED`."""
     if _is_verified(package.version):
         return ""
     verified = " to ".join(".".join(map(str, version)) for version in DISTRIBUTED)
@@ -161,7 +165,7 @@ def unverified(package: Package) -> str:
 
 
 def unverified_notes() -> tuple[str, ...]:
-    """Warning of a run that uses an unverified NeuronX Distributed; empty for a verified release."""
+    """Warning that the installed NeuronX Distributed is unverified; empty for a verified release."""
     package = installed("neuronx-distributed")
     why = unverified(package) if package else ""
     return (f"warning: {why}; it is used all the same, as backend.allow_unverified=true asks",) if why else ()
@@ -173,7 +177,7 @@ def _is_verified(version: str) -> bool:
 
 
 def _install_distributed() -> str:
-    """Command that installs a verified NeuronX Distributed, of this SDK or with an SDK that has one."""
+    """Command that installs a verified NeuronX Distributed for this Neuron SDK, or with another SDK if needed."""
     sdk = detect() or RECOMMENDED
     release = RELEASES[sdk].neuronx_distributed
     if _is_verified(release):
@@ -183,7 +187,7 @@ def _install_distributed() -> str:
 
 
 def install_command(sdk: SdkVersion = RECOMMENDED) -> str:
-    """Text with the command that installs a release."""
+    """Message with the pip command that installs a Neuron SDK release."""
     release = RELEASES[sdk]
     pins = f"'torch-neuronx==2.9.0.{release.torch_neuronx}.*' 'neuronx-cc=={release.neuronx_cc}.*'"
     return (
@@ -208,12 +212,12 @@ def _wrong_packages() -> Iterator[str]:
 
 
 def is_torchneuron(version: str) -> bool:
-    """True if a version of torch-neuronx is TorchNeuron's, such as 2.14.3.0.1, not one for PyTorch/XLA."""
+    """True if a torch-neuronx version is TorchNeuron, such as 2.14.3.0.1, and not the package for PyTorch/XLA."""
     return version.split(".")[2:4] == ["3", "0"]
 
 
 def placeholder(package: Package) -> str:
-    """Message that a package is PyPI's placeholder."""
+    """Message that an installed package is PyPI's empty placeholder, and not AWS's package."""
     return f"{package.name} {package.version} is PyPI's empty placeholder, not AWS's package"
 
 
@@ -229,7 +233,7 @@ def _misfits(torch_neuronx: Package) -> Iterator[str]:
 
 
 def misfits_of_torch(torch_neuronx: str) -> Iterator[str]:
-    """Problem of a version of torch-neuronx with the installed torch; nothing if they fit."""
+    """Yield a message if the installed torch does not match a version of torch-neuronx."""
     torch = installed("torch")
     wanted = ".".join(torch_neuronx.split(".")[:2])
     if torch is None or not torch.version.startswith(f"{wanted}."):

@@ -1,6 +1,6 @@
-"""Check for TorchNeuron: Trainium2 and 3 as PyTorch's device "neuron". Importable without torch.
+"""Detection of TorchNeuron, which makes Trainium2 and 3 PyTorch's device "neuron". Importable without torch.
 
-TorchNeuron's package has the same name as the one for PyTorch/XLA, torch-neuronx: an environment has at most one.
+The packages for TorchNeuron and for PyTorch/XLA are both named torch-neuronx, so an environment has only one of them.
 
 Source: pages of https://awsdocs-neuron.readthedocs-hosted.com/en/latest, of Neuron SDK 2.33 (2026-10-19) and 2.33.1:
 release-notes/components/torchneuron.html, release-notes/releasecontent.html (versions), setup/pytorch/
@@ -38,59 +38,62 @@ TORCH = ("2.13", "2.14")
 """Releases of torch that TorchNeuron supports."""
 
 PINNED_TORCH = "2.14.0"
-"""Release of torch in AWS's matrix for TorchNeuron. PyPI has a later 2.14.1, which AWS does not list."""
+"""torch release that AWS lists for TorchNeuron. PyPI has a later 2.14.1, which AWS does not list."""
 
 PYTHON = (3, 12)
-"""Oldest Python with packages of TorchNeuron."""
+"""Oldest Python version with TorchNeuron packages."""
 
-# The oldest releases are those of the SDK's release 2.33.
+# The versions below are those of Neuron SDK 2.33.
 COMPILER = (2, 28)
-"""Oldest neuronx-cc."""
+"""Oldest version of the compiler, neuronx-cc, for TorchNeuron."""
 KERNELS = (0, 7)
-"""Oldest nki."""
+"""Oldest version of the package nki for TorchNeuron."""
 DRIVER = (2, 31)
-"""Oldest kernel module."""
+"""Oldest version of the Neuron driver (kernel module) for TorchNeuron."""
 RUNTIME = (2, 35)
-"""Oldest runtime library."""
+"""Oldest version of the Neuron runtime library for TorchNeuron."""
 
 DRIVER_FILE = Path("/sys/module/neuron/version")
-"""File with the version of the loaded kernel module."""
+"""File with the version of the loaded Neuron driver (kernel module)."""
 
 RUNTIME_FOLDER = Path("/opt/aws/neuron/lib")
-"""Folder of the system's runtime library."""
+"""Folder of the system's Neuron runtime library."""
 
 OS_RELEASE = Path("/etc/os-release")
 """File with the name of the operating system."""
 
 IMAGE = f"Deep Learning AMI Neuron torch-neuronx {TORCH[-1]}.0"
-"""Image of AWS with TorchNeuron, for Ubuntu 24.04 and 26.04."""
+"""AWS machine image (AMI) with TorchNeuron, for Ubuntu 24.04 and 26.04."""
 
 IMAGE_ENVIRONMENT = f"/opt/aws_neuronx_venv_torch_neuronx_{TORCH[-1].replace('.', '_')}_0"
-"""Python environment in `IMAGE`."""
+"""Folder of the Python environment with TorchNeuron in `IMAGE`."""
 
 SYSTEM_PACKAGES = ("aws-neuronx-dkms", "aws-neuronx-runtime-lib", "aws-neuronx-collectives", "aws-neuronx-tools")
-"""Packages of AWS's repository for apt."""
+"""Neuron system packages in AWS's apt repository."""
 
 COMPILE_ONLY = "TORCH_NEURONX_COMPILE_ONLY"
-"""Variable of the mode that compiles without a device. AWS's pages name the mode, and only a probe finds the name."""
+"""Environment variable of TorchNeuron's mode that compiles without a device.
+
+AWS documents the mode, but not the name of the variable.
+"""
 
 ELSEWHERE = (
     "use backend.name=neuron, PyTorch/XLA with packages of SDK 2.27 to 2.31, which AWS keeps for Trn1 and supports no "
     "longer for training"
 )
-"""Advice for machines without TorchNeuron."""
+"""Advice in messages for machines that cannot run TorchNeuron."""
 
 
 def compiles_only(environ: Mapping[str, str]) -> bool:
-    """True if TorchNeuron compiles and runs nothing, so that values of its tensors mean nothing."""
+    """True if TorchNeuron only compiles graphs and runs nothing, so the values of tensors are meaningless."""
     return environ.get(COMPILE_ONLY, "0") == "1"
 
 
 def support(*, devices: bool = True) -> Support:
-    """Check if this machine can train through TorchNeuron; if not, one line for each missing part.
+    """Check if this machine can train with TorchNeuron; the reason has one line for each missing part.
 
     Args:
-        devices: Training needs devices and their driver; compilation alone does not.
+        devices: Require Neuron devices and their driver; False for compilation only.
     """
     instance = this_machine()
     if instance is not None and instance.target in FIRST_GENERATION:
@@ -108,23 +111,23 @@ def support(*, devices: bool = True) -> Support:
 
 
 def detect() -> SdkVersion | None:
-    """Release of the SDK of an installed TorchNeuron; None if TorchNeuron is not installed."""
+    """Neuron SDK release of the installed TorchNeuron; None if TorchNeuron is not installed."""
     package = installed("torch-neuronx")
     return SDK if package and not package.placeholder and is_torchneuron(package.version) else None
 
 
 def pip_command() -> str:
-    """Command that installs TorchNeuron's packages for Python."""
+    """pip command that installs TorchNeuron's Python packages."""
     indices = f"--extra-index-url {PACKAGE_INDEX} --extra-index-url https://download.pytorch.org/whl/cpu"
     pins = f"torch=={PINNED_TORCH} 'torch-neuronx=={TORCH[-1]}.3.0.*' 'neuronx-cc==2.*' nki"
     return f"pip install {indices} {pins}"
 
 
 def install_advice(os_release: Path | None = None) -> str:
-    """Text that installs TorchNeuron on this machine's operating system.
+    """Installation instructions of TorchNeuron for this machine's operating system.
 
     Args:
-        os_release: File with the system's name; None: this machine's.
+        os_release: File with the name of the operating system; None for this machine's file.
     """
     name, version = _system(os_release or OS_RELEASE)
     start = f"install TorchNeuron, a public beta in Neuron SDK {SDK}, on a Trn2 or Trn3 instance: "
@@ -143,14 +146,14 @@ def install_advice(os_release: Path | None = None) -> str:
 
 @dataclass(frozen=True)
 class _Package:
-    """A part of the SDK below torch.
+    """Component of the Neuron SDK below torch: compiler, kernels, driver or runtime.
 
     Args:
-        name: Name in messages.
-        version: Its version; empty if unknown.
-        least: Oldest version that fits.
-        required: Its absence is an error; otherwise the part may be installed elsewhere.
-        fault: A defect besides the version; empty if there is none.
+        name: Name of the component in messages.
+        version: Installed version; empty if unknown.
+        least: Oldest supported version.
+        required: A missing component is an error; False if the component may be installed elsewhere.
+        fault: Defect other than the version; empty if there is none.
     """
 
     name: str
@@ -164,7 +167,7 @@ class _Package:
 
     @property
     def misfit(self) -> str:
-        """Reason that the part does not fit; empty if it does, or if that is unknown."""
+        """Reason why TorchNeuron cannot use the component; empty if it can, or if its version is unknown."""
         if not self.version:
             return f"{self.name} is not installed" if self.required else ""
         numbers = tuple(int(number) for number in re.findall(r"\d+", self.version)[:2])
@@ -175,14 +178,14 @@ class _Package:
 
 
 def _parts() -> list[_Package]:
-    """Compiler, kernel package, driver and runtime of this machine."""
+    """Compiler, kernel package, driver and runtime installed on this machine."""
     compiler = _version("neuronx-cc")
     hidden = "" if shutil.which("neuronx-cc") else "neuronx-cc is not on PATH; activate the environment that has it"
     try:
         driver = DRIVER_FILE.read_text(encoding="ascii", errors="replace").strip()
     except OSError:
         driver = ""
-    # The runtime is the system's library, whose name has the version, or a Python package brings one.
+    # The runtime is a system library with the version in its file name, or part of the Python package nrtpy.
     runtime = _version("nrtpy")
     libraries = sorted(path.name for path in RUNTIME_FOLDER.glob("libnrt.so.*.*"))
     if libraries:

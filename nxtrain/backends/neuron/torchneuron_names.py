@@ -1,7 +1,7 @@
-"""Names of environment variables that the installed TorchNeuron reads, found as text in the files of its packages.
+"""Check if the installed TorchNeuron reads an environment variable, by a text search in its packages' files.
 
-AWS's page of variables changes between releases, and variables of a beta come and go. A variable that nothing reads has
-no effect and no error, so the launcher sets only names that the packages contain.
+AWS adds and removes variables between beta releases. An unknown variable has no effect and causes no error, so the
+launcher sets only variables whose names the packages contain.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 from nxtrain.backends.neuron.torchneuron import detect
 
 PACKAGES = ("torch-neuronx", "nki")
-"""Packages whose code reads variables of TorchNeuron."""
+"""Python packages whose code reads TorchNeuron's environment variables."""
 
 CODE = (".py", ".so", ".pyd")
-"""Endings of files with code; libraries may have a version after the ending."""
+"""File name extensions of code; a library may have a version number after the extension."""
 
 
 def reads(name: str) -> bool | None:
-    """True if the installed packages contain a variable's name; None if TorchNeuron is not installed here."""
+    """True if the installed TorchNeuron contains the name of an environment variable; None if it is not installed."""
     if detect() is None:
         return None
     return any(_contains(file, name.encode("ascii")) for file in _files())
@@ -29,7 +29,7 @@ def reads(name: str) -> bool | None:
 
 @lru_cache
 def _files() -> tuple[Path, ...]:
-    """Files with code of the installed packages, small ones first."""
+    """Code files of the installed TorchNeuron packages, smallest first."""
     results: list[Path] = []
     for package in PACKAGES:
         try:
@@ -43,7 +43,7 @@ def _files() -> tuple[Path, ...]:
 
 @lru_cache(maxsize=4096)
 def _contains(file: Path, name: bytes) -> bool:
-    """True if the name is in the file as a whole word."""
+    """True if a file contains a name as a whole word."""
     if not file.stat().st_size:
         return False
     with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as text:

@@ -1,1 +1,1 @@
-"""PyTorch/XLA: devices, worlds, graphs and tracing."""
+"""PyTorch/XLA: backend, environment variables, rendezvous of ranks, graph loops and graph tracing."""

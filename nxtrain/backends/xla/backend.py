@@ -29,20 +29,20 @@ from nxtrain.common.process.placement import Placement
 
 
 class XlaCollectives(Collectives):
-    """Collectives as graph operations with explicit replica groups.
+    """Collectives as XLA graph operations with explicit replica groups.
 
-    Every call names its groups, since an empty list means the whole world. Layouts are never pinned, since a pinned
-    all-gather lowers to a padded all-reduce.
+    Every call names its replica groups, since an empty list means the whole world. Layouts are never pinned, since a
+    pinned all-gather lowers to a padded all-reduce.
 
     A collective needs the same program on all its ranks, and pipeline stages run different programs. So a collective
-    over an axis that spans stages is a graph of its own, the same on all ranks. On Neuron all ranks of a replica group
-    must load the program of a collective; otherwise a rank that has loaded it would wait for a rank that still runs
-    another program. XLA has no send either: both ends of a transfer all-gather their tensors, and the receiver takes
-    the other end's.
+    over an axis that spans stages is a separate graph, equal on all ranks. On Neuron all ranks of a replica group must
+    load the program of a collective; otherwise a rank that has loaded the program waits for a rank that still runs
+    another program. XLA has no point-to-point send: both ends of a transfer all-gather their tensors, and the receiver
+    keeps the tensor of the other end.
 
     Args:
         boundary: Step boundary of the backend, which runs the recorded graph.
-        meet: Waits for all ranks on the host; None: torch-xla's own rendezvous.
+        meet: Host barrier over all ranks; None for torch-xla's own rendezvous.
 
     Source: src/neuronx_distributed/pipeline/comm.py in https://github.com/aws-neuron/neuronx-distributed at v0.18.
     """
@@ -59,7 +59,7 @@ class XlaCollectives(Collectives):
         self._is_first: dict[int, Tensor] = {}  # by position in a pair
 
     def part(self) -> None:
-        # torch-xla orders collectives by a token: it adds the first number of the last result, times 0, to the next
+        # torch-xla orders collectives by a token: the first number of the last result, times 0, is added to the next
         # input. NaN or infinity there makes the whole next result NaN. Data dependencies need no token.
         import torch_xla
 
@@ -112,8 +112,8 @@ class XlaCollectives(Collectives):
         is_first = self._is_first[pair.rank]
         with self._apart(pair):
             both = self._xm.all_gather(x, dim=0, groups=_groups(pair), pin_layout=False)
-            # Chosen within the graph, by a value on the device, since the graph is the same at both ends. Outside, the
-            # choice would become part of the next graph, and change it.
+            # Selected within the graph by a device value, since the graph is equal at both ends. After the graph, the
+            # selection would become part of the next graph, and make that graph differ between ranks.
             of_first, of_second = both.chunk(2)
             out = torch.where(is_first, of_second, of_first)
             del both, of_first, of_second  # else they would be results of the graph too
@@ -129,7 +129,7 @@ class XlaCollectives(Collectives):
 
     @contextmanager
     def _apart(self, axis: Axis) -> Iterator[None]:
-        """Record the operations of this context as a graph of their own, if the axis spans several stages."""
+        """Record the operations of this context as a separate graph if the axis spans pipeline stages."""
         if axis.spans_stages:
             self._boundary()
         yield
@@ -153,7 +153,7 @@ class XlaCollectives(Collectives):
 
 
 class XlaKernels(PlainKernels):
-    """Elementary operations, with XLA's bitcasts, loops and optimization barriers."""
+    """Kernels of elementary operations, with XLA's bitcasts, loops and optimization barriers."""
 
     _blocks = LoopedBlocks()
 
@@ -200,7 +200,7 @@ class XlaKernels(PlainKernels):
 
 
 class XlaDiagnostics(Diagnostics):
-    """Counts of torch-xla."""
+    """Counters of torch-xla, such as the number of compiled graphs."""
 
     def num_compiled(self) -> int:
         from torch_xla.debug import metrics
@@ -211,14 +211,14 @@ class XlaDiagnostics(Diagnostics):
 
 
 class XlaBackend(Backend):
-    """The XLA device of this rank, on any plugin of PJRT.
+    """PyTorch/XLA backend with one device per rank, for any PJRT plugin.
 
     Args:
-        settings: The hosts wait for each other for `hang_timeout_s`, and for a multiple where a rank may compile.
-            Collectives inside a graph have the runtime's own limit.
-        sync: Ends and runs the graph at a step boundary; tests with several devices in one process pass their own.
-        meet: Waits for all ranks on the host; the same tests pass their own. With one process per rank, the hosts'
-            barrier replaces it.
+        settings: `hang_timeout_s` limits the waits of hosts for each other; the limit is longer where a rank may
+            compile. Collectives inside a graph have the runtime's own limit.
+        sync: Function that ends and runs the graph at a step boundary, for tests with several devices in one process.
+        meet: Host barrier over all ranks, for the same tests. With one process per rank, the barrier of the host group
+            is used instead.
     """
 
     name = "xla"
@@ -291,7 +291,7 @@ class XlaBackend(Backend):
         self._compared, self._num_compared = work, 0
 
     def _compare(self) -> None:
-        """Compare the graph that is about to run with the other ranks', if comparisons are on."""
+        """Compare the graph that is about to run between ranks, if `compare_graphs` has enabled comparisons."""
         if self._compared and self._hosts is not None:
             self._num_compared += 1
             computed = pending(self.device)

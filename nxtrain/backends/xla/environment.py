@@ -1,4 +1,4 @@
-"""Environment of PyTorch/XLA: packages, refused variables with replacements, and variables of a tracing process."""
+"""Environment of PyTorch/XLA: package check, refused environment variables, and variables of tracing processes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from nxtrain.backends.neuron.sdk import SdkVersion
 from nxtrain.common.errors import ConfigError, Problem
 
 EXTRACTION = "NEURON_EXTRACT_GRAPHS_ONLY"
-"""Variable that `neuron_parallel_compile` sets to 1: Neuron's plugin collects graphs and computes nothing."""
+"""Environment variable that `neuron_parallel_compile` sets to 1: Neuron's plugin extracts graphs, runs nothing."""
 
 EXTRACTING = "extracting:"
-"""Prefix of rank 0's line with the name of the work whose graphs follow."""
+"""Prefix of rank 0's output line that names the part of a run whose graphs are extracted next."""
 
 HOLDING = "pipeline stages of this machine:"
-"""Prefix of the line with the pipeline stages of a machine that does not hold all stages, before any work."""
+"""Prefix of the first output line with a machine's pipeline stages, if the machine does not hold all stages."""
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""Variables with the place of a process among the ranks."""
+"""Environment variables with the ranks of a process, as torchrun sets them."""
 
 ORIGIN = "environment"
-"""Origin of these problems in messages."""
+"""Origin of refused variables in error messages, as of a configuration problem."""
 
 # Pages of https://github.com/aws-neuron/aws-neuron-sdk at 81ce03a.
 _ENVVARS = "archive/nxd-training/torch-neuron-envvars.rst"
@@ -32,14 +32,14 @@ _EOS = "about-neuron/announcements/neuron2.x"
 
 @dataclass(frozen=True)
 class Dead:
-    """A variable that must not be set for a run.
+    """Environment variable that nxtrain refuses, since it is harmful or has no effect.
 
     Args:
-        name: Variable.
-        reason: Effect of the variable, or its lack of any.
-        instead: The way out.
+        name: Name of the variable.
+        reason: Harm of the variable, or that it has no effect.
+        instead: Replacement, as a hint for the user.
         source: Page of the Neuron SDK's documentation.
-        since: First release of the Neuron SDK in which the variable is refused; None: on every XLA device.
+        since: First release of the Neuron SDK in which the variable is refused; None for all XLA devices.
     """
 
     name: str
@@ -65,7 +65,7 @@ DEAD = (
     Dead(
         "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS",
         "does nothing from Neuron SDK 2.31 on, where implicit asynchronous execution was removed",
-        "unset it; Neuron SDK 2.30 is the last that heeds it",
+        "unset it; Neuron SDK 2.30 is the last release that reads it",
         f"{_EOS}/announce-no-support-implicit-async-mode.rst",
         since=SdkVersion(2, 31),
     ),
@@ -80,11 +80,11 @@ DEAD = (
 
 
 def dead_variables(environ: Mapping[str, str], sdk: SdkVersion | None = None) -> list[Problem]:
-    """Problems of all dead variables that are set; `0` and the empty text count as not set.
+    """Return a problem for each refused variable that is set; `0` and the empty string count as not set.
 
     Args:
         environ: Environment variables.
-        sdk: Release of the Neuron SDK; None: not a Neuron device.
+        sdk: Release of the Neuron SDK; None for other XLA devices.
     """
     return [
         Problem(dead.name, f"{environ[dead.name]} {dead.reason}", ORIGIN, dead.instead)
@@ -95,15 +95,15 @@ def dead_variables(environ: Mapping[str, str], sdk: SdkVersion | None = None) ->
 
 
 def extracting(environ: Mapping[str, str]) -> bool:
-    """True if graphs are to be collected for compilation, instead of a run."""
+    """True if this process extracts graphs under `neuron_parallel_compile` instead of training."""
     return environ.get(EXTRACTION) == "1"
 
 
 def refuse_dead_variables(environ: Mapping[str, str], sdk: SdkVersion | None = None) -> None:
-    """Refuse a run with dead variables.
+    """Raise an error if refused environment variables are set.
 
     Raises:
-        ConfigError: Some are set; the error has a problem for each.
+        ConfigError: Refused variables are set; the error has a problem for each.
     """
     problems = dead_variables(environ, sdk)
     if problems:
@@ -111,18 +111,18 @@ def refuse_dead_variables(environ: Mapping[str, str], sdk: SdkVersion | None = N
 
 
 def support() -> Support:
-    """Support by the installed packages; imports none of them."""
+    """Check if torch-xla is installed, without an import of it."""
     if find_spec("torch_xla") is None:
         return Support(False, "torch-xla is not installed; pip install 'nxtrain[xla]'")
     return Support(True, "torch-xla is installed")
 
 
 def trace_environment(environ: Mapping[str, str], local_world: int = 1) -> dict[str, str]:
-    """Environment of a tracing process: one CPU device, no other ranks, and no variables that change graphs.
+    """Environment variables of a tracing process: one CPU device, no other ranks, no variables that change graphs.
 
     Args:
-        environ: Variables of this process.
-        local_world: Ranks of each pretended machine, which NeuronX Distributed reads from the environment.
+        environ: Environment variables of this process.
+        local_world: Ranks per simulated machine, which NeuronX Distributed reads from the environment.
     """
     prefixes = ("NEURON", "NXD_", "PJRT_", "PT_XLA_", "XLA_", "TORCHELASTIC_")
     kept = {

@@ -1,4 +1,4 @@
-"""Graph of the next step boundary, found before it runs."""
+"""Hash and tensors of the XLA graph that the next step boundary will run."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from torch import Tensor
 
 
 def freeze_older_objects() -> None:
-    """Exclude existing objects from the search of `pending`.
+    """Exclude existing Python objects from the tensor search of `pending`.
 
-    Imports make some 450,000 objects, a third of a second per call. Called before the first tensor on the device.
+    Imports create about 450,000 objects, which cost a third of a second per search. Call this before the first tensor
+    is on the device.
     """
     gc.collect()
     gc.freeze()
 
 
 def pending(device: torch.device) -> list[Tensor]:
-    """Tensors that a step boundary computes: all live tensors without a value, in the order of creation.
+    """List the tensors that the next step boundary computes: all live lazy tensors, in the order of creation.
 
-    torch-xla has its own list, but returns only the StableHLO of its graph; a hash or HLO needs the tensors.
+    torch-xla has its own list, but returns only the StableHLO of its graph. The tensors are needed for a hash or HLO.
     """
     import torch_xla
 
@@ -38,12 +39,12 @@ def pending(device: torch.device) -> list[Tensor]:
     wanted = xla._check_tensor_need_materialization(ordered) if ordered else []
     computed = [tensor for tensor, needed in zip(ordered, wanted, strict=True) if needed]
     number = sum(xla._check_device_tensor_need_materialization(str(device)))
-    assert len(computed) == number, f"Python sees {len(computed)} of {number} tensors to compute"
+    assert len(computed) == number, f"Python objects hold {len(computed)} of {number} tensors to compute"
     return computed
 
 
 def tensors_on(device: torch.device, objects: Sequence[object]) -> list[Tensor]:
-    """Tensors of a device among some objects, without those that another thread is freeing."""
+    """List the tensors of a device among Python objects, without tensors that another thread is freeing."""
     tensors: list[Tensor] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some modules warn when their type is read
@@ -58,7 +59,7 @@ def tensors_on(device: torch.device, objects: Sequence[object]) -> list[Tensor]:
 
 
 def _saved(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """Tensors saved for later backward passes, some of which no Python object holds."""
+    """Iterate over tensors that autograd saved for backward; no Python object may hold them."""
     nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     met = set(nodes)
     while nodes:
@@ -66,7 +67,7 @@ def _saved(tensors: list[Tensor]) -> Iterator[Tensor]:
         for name in _saving_names(type(node)):
             try:
                 kept = getattr(node, name)
-            except RuntimeError:  # freed, since this part of the pass is over
+            except RuntimeError:  # freed, since this part of the backward pass is done
                 continue
             if isinstance(kept, Tensor):
                 yield kept
@@ -80,12 +81,12 @@ def _saved(tensors: list[Tensor]) -> Iterator[Tensor]:
 
 @cache
 def _saving_names(node_type: type) -> tuple[str, ...]:
-    """Names of the attributes with the saved tensors of autograd nodes of a type."""
+    """Names of the attributes in which autograd nodes of a type keep saved tensors."""
     return tuple(name for name in dir(node_type) if name.startswith("_saved_") or name == "saved_tensors")
 
 
 def hash_of(tensors: list[Tensor]) -> str:
-    """Hash of the graph that computes some tensors, equal on all ranks that recorded the same operations."""
+    """Hash of the graph that computes tensors, equal on all ranks that recorded the same operations."""
     import torch_xla
 
     digest: str = torch_xla._XLAC._get_graph_hash(tensors).hex()

@@ -1,12 +1,13 @@
-"""Attention to ranges of keys on XLA: blocks of queries in loops of the graph, which does not grow with the sequence.
+"""Blocked attention on XLA by loops inside the graph, so that the graph does not grow with the sequence length.
 
-Few blocks are operations of the graph one after the other, as on other devices. More of them are rounds of loops: their
-queries, their keys and their results are slices at offsets of the round.
+Up to `XLA_LOOPS` blocks of queries are unrolled in the graph, as on other devices. More blocks are iterations of graph
+loops: the queries, keys and results of an iteration are slices at its offsets.
 
-Causal attention of whole rows has up to four loops. Each of them meets the keys up to its last query, so that 5/8 of
-the square is computed, where queries see half of it. A window moves along with the queries in one loop.
+Causal attention over whole sequences has up to four loops. The blocks of a loop use the keys up to the loop's last
+query. So 5/8 of the score matrix is computed, of which causal attention needs half. With a sliding window, the range of
+keys moves with the queries in one loop.
 
-Shapes: as in `backends/ranged_attention.py`.
+Shapes: see `backends/ranged_attention.py`.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from nxtrain.common.kernels import KeyRanges
 
 
 class _Loop(NamedTuple):
-    """Blocks of equal numbers of queries.
+    """Loop of the graph over blocks with equal numbers of queries.
 
     Args:
-        start: First query.
-        rows: Queries of a block.
-        rounds: Number of blocks.
-        low: First key of the first block, and its growth from block to block.
-        width: Keys of a block.
+        start: First query of the first block.
+        rows: Queries per block.
+        rounds: Number of blocks, the iterations of the loop.
+        low: First key of the first block, and its increment per block.
+        width: Keys per block.
     """
 
     start: int
@@ -43,7 +44,7 @@ class _Loop(NamedTuple):
 
 
 class LoopedBlocks(Blocks):
-    """Attention block by block, in which many blocks of queries are rounds of a loop."""
+    """Blocked attention whose blocks of queries are iterations of a graph loop if there are many."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
         queries, keys, values = self.grouped(q, k, v)
@@ -96,9 +97,9 @@ class LoopedBlocks(Blocks):
 
 
 def _loops(num_queries: int, num_keys: int, rows: int, ranges: KeyRanges) -> Iterator[_Loop]:
-    """Divide the queries into loops over equal blocks, and a last block of the queries that are left."""
+    """Divide the queries into loops over equal blocks, and a last block for the remaining queries."""
     whole_rounds, rest = divmod(num_queries, rows)
-    if ranges.known != ((range(num_queries),), (range(num_keys),)):  # not a whole row, or ranks share the graph
+    if ranges.known != ((range(num_queries),), (range(num_keys),)):  # part of a sequence, or ranks share the graph
         yield _Loop(0, rows, whole_rounds, Offset(0, 0), num_keys)
     elif ranges.window is not None:
         width = min(num_keys, rows + ranges.window - 1)
@@ -113,7 +114,7 @@ def _loops(num_queries: int, num_keys: int, rows: int, ranges: KeyRanges) -> Ite
 
 
 def _seen(bounds: list[Tensor], start: Tensor, low: Tensor, loop: _Loop) -> KeyRanges:
-    """Ranges of a block, from first and last positions of all queries and the positions of all keys."""
+    """Slice a block's key ranges from the first and last positions of all queries and the positions of all keys."""
     first, last, keys = bounds
     return KeyRanges(
         sliced(first, 1, start, loop.rows), sliced(last, 0, start, loop.rows), sliced(keys, 0, low, loop.width)

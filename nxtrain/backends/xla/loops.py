@@ -1,10 +1,9 @@
-"""Loops inside of a graph: one `While` whose number of rounds the compiler knows, and slices at a round's offset.
+"""Loops inside an XLA graph: a `While` with a static number of iterations, and slices at dynamic offsets.
 
-A loop of Python puts its operations into the graph once per round. A `While` has one copy of the round. The counter and
-the offsets are constants and sums of constants, as in loops of JAX. AWS's compiler takes such loops, with a static
-number of rounds.
+A Python loop adds its operations to the graph once per iteration, but a `While` contains them once. The counter and the
+offsets are sums of constants, as in JAX loops. AWS's compiler supports such loops with a static number of iterations.
 
-Source: `scan` in torch_xla/experimental/scan.py of torch-xla 2.9, for the recording of a round; AWS's page
+Source: `scan` in torch_xla/experimental/scan.py of torch-xla 2.9, for the recording of the loop body; AWS's page
 frameworks/jax/setup/jax-neuronx-known-issues.rst in https://github.com/aws-neuron/aws-neuron-sdk at 81ce03a, for loops.
 """
 
@@ -21,11 +20,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Offset:
-    """Number that grows by the same step each round.
+    """Integer of a loop that grows by a constant step per iteration.
 
     Args:
-        first: Number in the first round.
-        step: Growth from a round to the next.
+        first: Value in the first iteration.
+        step: Increment per iteration.
     """
 
     first: int
@@ -39,14 +38,14 @@ def repeat(
     fixed: Sequence[Tensor],
     state: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Call a function a number of times, as one loop of the graph, and return the last state.
+    """Run a function repeatedly as one `While` loop of the graph, and return the last state.
 
     Args:
-        rounds: Number of calls.
+        rounds: Number of iterations.
         body: Function of the offsets, the fixed tensors and the state; returns the next state.
-        offsets: Numbers that `body` takes as tensors, () int32.
-        fixed: Tensors that `body` takes in each round. A tensor from its closure would be computed in each round.
-        state: First state.
+        offsets: Integers that `body` takes as () int32 tensors.
+        fixed: Tensors that `body` takes in each iteration. Tensors of its closure would be recomputed each time.
+        state: Initial state.
     """
     import torch_xla
     import torch_xla.core.xla_builder as xb
@@ -58,7 +57,7 @@ def repeat(
     recorded.build(results)
     a_round = xb.computation_from_module_proto("round", recorded.hlo())
 
-    # Numbers of Python in the body are tensors of the device, which each round gets as well.
+    # Python numbers in the body become device tensors, which are inputs of each iteration too.
     numbers = dict(recorded.device_parameter_id_tensor_mapping())
     sources: dict[int, int] = {}
     for position, blank in enumerate((*scalars, *blanks)):
@@ -97,20 +96,20 @@ def _constant(builder: Any, value: int) -> Any:
 
 
 def sliced(x: Tensor, dim: int, start: Tensor, size: int) -> Tensor:
-    """Slice of a dimension from an offset on, () int32; the offset is clamped, so that the slice is in the tensor."""
+    """Slice a dimension at a device offset, () int32, which is clamped so that the slice lies within the tensor."""
     out: Tensor = _slices()[0](x, start, dim=dim, size=size)
     return out
 
 
 def updated(x: Tensor, dim: int, start: Tensor, part: Tensor) -> Tensor:
-    """Copy of a tensor in which `part` replaces the entries that `sliced` would return."""
+    """Return a copy of a tensor in which `part` replaces the entries that `sliced` would return."""
     out: Tensor = _slices()[1](x, part, start, dim=dim)
     return out
 
 
 @lru_cache(maxsize=1)
 def _slices() -> tuple[Any, Any]:
-    """Operations that read and write slices at offsets of the device; slices of torch-xla have constant offsets."""
+    """XLA operations that read and write slices at device offsets; torch-xla's own slices have constant offsets."""
     import torch_xla.core.xla_op_registry as registry
 
     def offsets(x: Any, start: Any, dim: int) -> list[Any]:

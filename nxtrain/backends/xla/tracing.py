@@ -1,7 +1,7 @@
-"""Tracing of a pretended rank: its graphs are recorded in the form that a compiler would get, and never run.
+"""Tracing of one rank of a simulated world: its XLA graphs are recorded as for a compiler, and never run.
 
-torch-xla accepts any world and rank. Each graph is dropped after it was recorded, so that every result becomes an
-opaque input of the next graph, as after an execution.
+torch-xla accepts any world size and rank. Each graph is dropped once it is recorded, so its results become opaque
+inputs of the next graph, as after an execution.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from nxtrain.backends.xla.graphs import freeze_older_objects, hash_of, pending
 from nxtrain.common.machines import Machine
 
 UPLOADED_ENTRIES = 4096
-"""Most entries of a tensor that is uploaded as in a run, since torch-xla folds single numbers by their value."""
+"""Most entries of a tensor whose values are uploaded, since torch-xla folds single numbers by value."""
 
 
 class Tape(Protocol):
-    """Recorder of a rank's graphs and reads."""
+    """Interface of a recorder of a rank's graphs and device-to-host reads."""
 
     def graph(self, hash_: str, text: Callable[[], str]) -> None:
-        """Record a graph that would run; `text` returns its HLO during this call only."""
+        """Record a graph that a run would execute; `text` returns its HLO, and may be called during this call only."""
         ...
 
     def host_read(self, file: str, line: int, function: str) -> None:
-        """Record that the host read a value of the device."""
+        """Record a device-to-host read, with the file, line and function that caused it."""
         ...
 
 
 def pretended_nxd(instance: Machine) -> Callable[[Backend], Binding]:
-    """Function that makes the binding of NeuronX Distributed for a backend, as on an instance of EC2.
+    """Return a function that creates a backend's NeuronX Distributed binding, as on an EC2 instance type.
 
     Raises:
         BackendError: NeuronX Distributed cannot be imported.
@@ -53,11 +53,11 @@ def pretended_nxd(instance: Machine) -> Callable[[Backend], Binding]:
 
 
 class TracingBackend(XlaBackend):
-    """Backend that records the graphs of one rank of a pretended world; a process traces ranks in sequence.
+    """Backend that records the graphs of one rank of a simulated world; a process may trace ranks in sequence.
 
     Args:
-        world, rank: Pretended world and rank, 0 <= rank < world.
-        tape: Recorder of every graph and every read.
+        world, rank: Simulated world size and rank, 0 <= rank < world.
+        tape: Recorder of graphs and device-to-host reads.
     """
 
     def __init__(self, world: int, rank: int, tape: Tape) -> None:
@@ -72,16 +72,16 @@ class TracingBackend(XlaBackend):
 
     def put(self, x: Tensor) -> Tensor:
         if self._recording or x.numel() <= UPLOADED_ENTRIES:
-            # Rows of a tensor without storage may be few.
+            # A meta tensor without storage may be small too.
             return super().put(torch.zeros(x.shape, dtype=x.dtype) if x.is_meta else x)
         # Values never reach a graph, so built tensors need no storage: zeros that are dropped before they are computed.
         return torch.zeros(x.shape, dtype=x.dtype, device=self.device)
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Build a model and its state in this context: large host tensors of zeros have a shape and no storage.
+        """Context for building a model and its state, in which large host tensors are meta tensors without storage.
 
-        `put` reads no more of them. To write their zeros took half of the time of a trace.
+        `put` reads only their shape. Filling them with zeros took half of the time of a trace.
         """
         with _WithoutStorage():
             yield
@@ -93,7 +93,7 @@ class TracingBackend(XlaBackend):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the graphs of this context, and forbid execution; tensors built before count as computed."""
+        """Context that records graphs and forbids execution; earlier tensors count as computed."""
         self._drop()
         self._recording = True
         self._xla._set_allow_execution(False)
@@ -123,7 +123,7 @@ class TracingBackend(XlaBackend):
 
 
 class _WithoutStorage(TorchFunctionMode):
-    """Mode in which large host tensors are on the meta device: those of `torch.zeros`, and copies of built tensors."""
+    """Torch function mode that puts large results of `torch.zeros` and `Tensor.cpu` on the meta device."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), options: dict[str, Any] | None = None
@@ -141,10 +141,10 @@ class _WithoutStorage(TorchFunctionMode):
 
 @contextmanager
 def _noting_reads(tape: Tape) -> Iterator[None]:
-    """Record every read of a device value by the host, and return ones instead of the value.
+    """Record every device-to-host read, and return ones instead of the values.
 
-    The operations that copy values to the host are replaced in torch's dispatcher. A dispatch mode would see them too,
-    but under a mode torch turns some views into other operations, and the graphs would differ from those of a run.
+    Operations that copy values to the host are replaced in torch's dispatcher. A dispatch mode could also intercept
+    them, but under a mode torch replaces some views by other operations, and the graphs would differ from a run's.
     """
 
     def read_scalar(x: Tensor) -> Any:
@@ -195,7 +195,11 @@ def _is_host(device: Any) -> bool:
 
 
 def _blame(trace: TracebackType | None) -> tuple[str, int, str]:
-    """File, line and function of the innermost call outside torch and torch-xla; None: of the present stack."""
+    """File, line and function of the innermost call outside torch and torch-xla.
+
+    Args:
+        trace: Traceback of an error; None for the current stack.
+    """
     stack = traceback.extract_stack() if trace is None else traceback.extract_tb(trace)
     vendors = (__file__, *(str(Path(str(sys.modules[name].__file__)).parent) for name in ("torch", "torch_xla")))
     at = next((call for call in reversed(stack) if not call.filename.startswith(vendors)), stack[-1])

@@ -1,4 +1,4 @@
-"""World of PyTorch/XLA formed by the processes that torchrun started."""
+"""Rendezvous that joins the processes of torchrun into one PyTorch/XLA world."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ from nxtrain.common.process.placement import Placement
 
 _PLACE, _NAME = "nxtrain/store", "nxtrain/name"
 _ANSWER = timedelta(seconds=5)
-"""Time limit for a store on this network; connections to a process that is gone are refused at once."""
+"""Time limit for an answer of a store; connections to a dead process are refused at once."""
 
 
 def join(placement: Placement, hang_timeout_s: float) -> HostGroup:
-    """Join the other ranks, on the devices and on the hosts; torch's default group then has the backend `xla`.
+    """Join the other ranks; afterwards torch's default process group has the backend `xla`.
 
-    torchrun alone does not make a world: until the devices replicate, `world_size()` is 1 and torch-xla silently skips
-    every collective. The init method `xla://` turns replication on. It must run before the first read of the world
-    size, which torch-xla caches; with `env://` the caller would have to do this. Host objects cannot be gathered over
-    `xla`, so the hosts get a group of their own, for the plans of checkpoints and for barriers without a graph.
+    torchrun alone is not enough: until devices replicate, `world_size()` is 1 and torch-xla silently skips every
+    collective. The init method `xla://` enables replication. It must run before the first read of the world size, which
+    torch-xla caches. Host objects cannot be gathered over `xla`, so the hosts have a separate group, for checkpoint
+    plans and for barriers without a graph.
 
     Args:
-        placement: Placement of this process, set by torchrun.
-        hang_timeout_s: Seconds that a rank waits for the others to arrive. Later waits on the host are longer, and
+        placement: Ranks of this process, set by torchrun.
+        hang_timeout_s: Seconds that a rank waits for the others to join. Later waits on the host are longer, and
             collectives inside a graph have the runtime's own limit.
 
+    Returns:
+        Group of the hosts.
+
     Raises:
-        BackendError: The devices form another world than the processes.
+        BackendError: PyTorch/XLA's world differs from torchrun's.
 
     Source: torch_xla 2.9, torch_xla/_internal/{rendezvous,pjrt,neuron}.py and runtime.py; the pull requests
     https://github.com/pytorch/xla/pull/5438 and https://github.com/huggingface/transformers/pull/27800, by the authors
@@ -53,26 +56,25 @@ def join(placement: Placement, hang_timeout_s: float) -> HostGroup:
     if (rank, world) != (placement.rank, placement.world):
         dist.destroy_process_group()
         raise BackendError(misfit(placement, rank, world, str(xr.device_type())))
-    # A rank that compiles comes late; once nothing is new, the watchdog's limit is the shorter.
+    # A rank that compiles is late; once all graphs are compiled, the watchdog's limit is shorter.
     return HostGroup(first_use_limit_s(hang_timeout_s))
 
 
 def meet(environ: Mapping[str, str], rank: int, timeout_s: float) -> dist.Store:
-    """Store for the rendezvous of this start's ranks, on any number of machines.
+    """Return a key-value store for the rendezvous of the current start's ranks, on any number of machines.
 
-    The starts of a run share the agents' store, and torch-xla separates them by the number of restarts. But an agent
+    All starts of a run share the agents' store, and torch-xla separates them by the number of restarts. But an agent
     counts only the restarts that its own ranks caused. After the first failure, the machines would wait for each other
     under different keys. So rank 0 opens a store for this start, and publishes its address in the agents' store. The
-    address of an earlier start is recognized because its store does not answer: an agent ends its ranks before it
-    joins the next start.
+    store of an earlier start does not answer, since an agent ends its ranks before it joins the next start.
 
     Args:
-        environ: Variables of this rank, with the address of the agents' store.
+        environ: Environment variables of this rank, with the address of the agents' store.
         rank: Rank of this process.
         timeout_s: Seconds that a rank waits for rank 0.
 
     Raises:
-        HangError: Rank 0 did not come in time.
+        HangError: Rank 0 did not publish its store in time.
 
     Source: torch_xla 2.9, torch_xla/_internal/rendezvous.py; torch 2.9, torch/distributed/elastic/agent/server/api.py.
     """
@@ -97,25 +99,25 @@ def meet(environ: Mapping[str, str], rank: int, timeout_s: float) -> dist.Store:
 
 
 def misfit(placement: Placement, rank: int, world: int, device: str) -> str:
-    """Message about devices and processes that do not form one world, with the way out.
+    """Error message for a PyTorch/XLA world that differs from torchrun's, with a remedy.
 
     Args:
-        placement: Placement of this process, set by torchrun.
-        rank, world: Rank and world of the devices.
-        device: PJRT's name of the kind of device.
+        placement: Ranks of this process, set by torchrun.
+        rank, world: Rank and world size according to PyTorch/XLA.
+        device: PJRT's name of the device type.
     """
     setting = (
         f"torchrun started rank {placement.rank} of {placement.world}, but PyTorch/XLA on {device} is rank {rank} "
         f"of {world}"
     )
     if device == "CPU":
-        return f"{setting}: its CPU device joins no other processes. Use backend.name=cpu for several ranks"
+        return f"{setting}: its CPU device cannot join other processes. Use backend.name=cpu for several ranks"
     if not dist.is_torchelastic_launched():
-        return f"{setting}: RANK and WORLD_SIZE are set, but torchrun set them not. Use torchrun or nxtrain launch"
+        return f"{setting}: RANK and WORLD_SIZE are set, but not by torchrun. Use torchrun or nxtrain launch"
     if placement.local_world == 1:
-        return f"{setting}: it takes a node's only rank for the whole world. Start at least two ranks per node"
+        return f"{setting}: with one rank per node it assumes a world of one rank. Start at least two ranks per node"
     return (
-        f"{setting}. Variables of the shell describe another world: unset XLA_USE_SPMD, NEURONCORE_NUM_DEVICES and "
-        "those that begin with NEURON_PJRT_ or PJRT_LOCAL_, and start the ranks with one torchrun per node or nxtrain "
-        "launch"
+        f"{setting}. Environment variables of the shell describe another world: unset XLA_USE_SPMD, "
+        "NEURONCORE_NUM_DEVICES and all variables that begin with NEURON_PJRT_ or PJRT_LOCAL_, and start the ranks "
+        "with one torchrun per node or nxtrain launch"
     )

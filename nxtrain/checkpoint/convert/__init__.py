@@ -1,1 +1,1 @@
-"""Conversions from and to Hugging Face and NeuronX Distributed."""
+"""Conversion of checkpoints from and to the formats of Hugging Face and NeuronX Distributed."""

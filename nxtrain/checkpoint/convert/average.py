@@ -1,6 +1,6 @@
-"""Averages of weights, streamed: of several checkpoints, or the running mean that a checkpoint holds.
+"""Averages of model weights: the mean of several checkpoints, or the running mean (EMA) in one checkpoint.
 
-Memory holds one tensor of one checkpoint and its sum.
+Tensors are streamed: memory holds one tensor of one checkpoint, and the sum over checkpoints.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.optim.adamw import EMA
 
 _EQUAL = ("family", "config", "dtype", "adapter", "base_fingerprint", "tokenizer_fingerprint")
-"""Fields of the metadata in which averaged checkpoints must not differ."""
+"""Metadata fields that must be equal in all averaged checkpoints."""
 
 
 def sources_of(addresses: Sequence[str], last: int = 0) -> list[Location]:
-    """Checkpoints to average: each address is one, or a run folder, whose checkpoints are all taken.
+    """List the checkpoints to average: each address is a checkpoint, or a run folder with several checkpoints.
 
     Args:
-        addresses: Run folders, `checkpoints` folders and checkpoints; `s3://` addresses name one checkpoint each.
-        last: Number of newest checkpoints of a folder; 0: all.
+        addresses: Run folders, `checkpoints` folders and checkpoints; an `s3://` address names one checkpoint.
+        last: Number of newest checkpoints per folder; 0 for all.
+
+    Raises:
+        ConfigError: The addresses name fewer than two checkpoints.
     """
     sources: list[Location] = []
     for address in addresses:
@@ -53,18 +56,20 @@ def sources_of(addresses: Sequence[str], last: int = 0) -> list[Location]:
         sources.append(locate_checkpoint(address))
     if len(sources) < 2:  # noqa: PLR2004 - the fewest that have a mean
         raise ConfigError(
-            f"{', '.join(addresses)} name {len(sources)} checkpoint, and an average is of two or more; "
+            f"{', '.join(addresses)} name {len(sources)} checkpoint, but an average needs two or more; "
             "name steps, such as RUN/checkpoints/step-00000100, or a run folder with several"
         )
     return sources
 
 
 def average(sources: Sequence[Location], dst: Path) -> None:
-    """Write the mean of weights as a checkpoint at step 0, computed in float32 and rounded once to their type.
+    """Average the weights of several checkpoints, and write the mean as a checkpoint at step 0.
+
+    The mean is computed in float32, and rounded once to the type of the weights.
 
     Args:
-        sources: The checkpoints, of one model and one tokenizer.
-        dst: Folder to make.
+        sources: Checkpoints of one model with one tokenizer.
+        dst: Folder to create.
 
     Raises:
         CheckpointError: The checkpoints are of different models, or cannot be read or written.
@@ -78,7 +83,7 @@ def average(sources: Sequence[Location], dst: Path) -> None:
         if differing:
             raise CheckpointError(
                 f"{source} and {sources[0]} differ in {', '.join(differing)}; "
-                "an average is of checkpoints of one model, such as steps of one run"
+                "average checkpoints of one model only, such as steps of one run"
             )
 
     def read(chunk: TensorShard) -> Tensor:
@@ -93,15 +98,15 @@ def average(sources: Sequence[Location], dst: Path) -> None:
 
 
 def running_mean(source: Location, dst: Path) -> None:
-    """Write the running mean of the weights that a checkpoint holds as a checkpoint at step 0, in their type.
+    """Write a checkpoint's running mean (EMA) of the weights as a checkpoint at step 0, in the weights' type.
 
     Raises:
-        CheckpointError: The checkpoint has no such mean, or cannot be read or written.
+        CheckpointError: The checkpoint has no running mean, or a checkpoint cannot be read or written.
     """
     meta, manifest = open_checkpoint(source)
     if EMA not in meta.kinds:
         hint = "train with optim.ema_decay, or average several checkpoints: nxtrain convert average SRC... DST"
-        raise CheckpointError(f"{source} holds {', '.join(meta.kinds)} and no running mean of the weights; {hint}")
+        raise CheckpointError(f"{source} holds {', '.join(meta.kinds)}, but no running mean of the weights; {hint}")
 
     def read(chunk: TensorShard) -> Tensor:
         mean = torch.empty(chunk.block.sizes, dtype=torch.float32)
@@ -112,7 +117,7 @@ def running_mean(source: Location, dst: Path) -> None:
 
 
 def _write(dst: Path, weights: LazyTensors, source: Location, meta: Meta) -> None:
-    """Write weights as a checkpoint at step 0, with the model, the tokenizer and the special tokens of another."""
+    """Write weights as a checkpoint at step 0, with the metadata and the tokenizer of a source checkpoint."""
     refuse_to_overwrite(dst, CHECKPOINT_FILES)
     alone = StorageScope(Ranks(Mesh(1, 0)))
     of_weights = Meta(
@@ -139,7 +144,7 @@ def _write(dst: Path, weights: LazyTensors, source: Location, meta: Meta) -> Non
 
 @contextmanager
 def _tokenizer(source: Location) -> Iterator[Path | None]:
-    """File of a checkpoint's tokenizer on this machine, if the checkpoint has one."""
+    """Context with a local copy of a checkpoint's tokenizer; None if the checkpoint has no tokenizer."""
     file = source / directory.TOKENIZER
     if not file.is_file():
         yield None

@@ -1,4 +1,7 @@
-"""Conversion between checkpoints and Hugging Face folders, streamed: memory holds one tensor in, or some rows out."""
+"""Conversion between checkpoints and Hugging Face folders.
+
+Tensors are streamed: an import holds one tensor in memory, and an export holds some rows of a tensor.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ from nxtrain.parallel.native import NativeLayers
 from nxtrain.parallel.regions import TensorParallel
 
 CHECKPOINT_FILES = (directory.META, directory.TOKENIZER, directory.MANIFEST, directory.VERIFIED, "rank-*.safetensors")
-"""Names of the files in a checkpoint's folder."""
+"""Name patterns of the files in a checkpoint's folder."""
 
 _EXPORTED_FILES = (
     CONFIG,
@@ -57,7 +60,7 @@ _END = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 
 
 def hf_to_nxtrain(src: Path, dst: Path) -> None:
-    """Turn a Hugging Face folder into a checkpoint of its weights, at step 0."""
+    """Import a Hugging Face folder: write its weights as a checkpoint at step 0."""
     folder = HfFolder(src)
     family = find_family(str(folder.config.get("model_type")))
     config = family.from_hf(folder.config)
@@ -100,12 +103,16 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
 def nxtrain_to_hf(
     src: Path | str, dst: Path, *, max_shard_bytes: int = 5_000_000_000, base: Path | None = None
 ) -> Location:
-    """Turn a checkpoint into a Hugging Face folder that `transformers` loads; an adapter is added to its base.
+    """Export a checkpoint as a Hugging Face folder that `transformers` loads; a LoRA adapter is merged into its base.
 
     Args:
-        src: A checkpoint, or a `checkpoints` or run folder, whose newest is taken; or the address of a checkpoint.
+        src: Path or address of a checkpoint, or a `checkpoints` or run folder, whose newest checkpoint is exported.
+        dst: Folder to create.
         max_shard_bytes: Largest weight file in bytes, unless a single tensor is larger.
-        base: Folder of the weights below an adapter; None: the folder that the run read.
+        base: Folder of the base weights of an adapter; None for the folder in the run's configuration.
+
+    Returns:
+        The exported checkpoint.
     """
     checkpoint = locate_checkpoint(src)
     meta, manifest = open_checkpoint(checkpoint)
@@ -126,7 +133,7 @@ def nxtrain_to_hf(
 
 
 def _declared_ids(folder: HfFolder) -> dict[str, dict[str, Any]]:
-    """Ids of special tokens by file of a Hugging Face folder: their only source in a folder without a tokenizer."""
+    """Read the ids of special tokens from a Hugging Face folder without a tokenizer, by JSON file."""
     ids = {key: folder.config[key] for key in _IDS if folder.config.get(key) is not None}
     file = folder.path / GENERATION_CONFIG
     if not file.is_file():
@@ -137,7 +144,7 @@ def _declared_ids(folder: HfFolder) -> dict[str, dict[str, Any]]:
 
 
 def whole_shapes(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Whole shape of every tensor of a model, by global name."""
+    """Unsharded shape of every tensor of a model, by global name."""
     kernels = FusedKernels()
     alone = TensorParallel(Mesh(1, 0).tp, C10dCollectives(1), kernels, torch.float32)
     context = BuildContext(NativeLayers(alone), kernels, torch.float32, seq_len=1)
@@ -145,7 +152,7 @@ def whole_shapes(family: ModelFamily, config: ModelConfig) -> dict[str, tuple[in
 
 
 def write_merged(folder: MergedFolder, dst: Path, *, max_shard_bytes: int = 5_000_000_000) -> None:
-    """Write the weights of a folder, with the update of an adapter, as a Hugging Face folder."""
+    """Write base weights with a merged LoRA adapter as a Hugging Face folder."""
     refuse_to_overwrite(dst, _EXPORTED_FILES)
     chunks = [TensorShard.whole(name, shape, folder.dtype) for name, shape in folder.shapes.items()]
 
@@ -173,7 +180,7 @@ def _write_weights(chunks: Sequence[TensorShard], read: ReadShards, out: Path, m
 
 
 def _split(chunks: Sequence[TensorShard], max_bytes: int) -> Iterator[list[TensorShard]]:
-    """Divide weights into files of at most `max_bytes`."""
+    """Group weights into files of at most `max_bytes`; a larger tensor gets its own file."""
     file: list[TensorShard] = []
     for chunk in chunks:
         if file and sum(c.num_bytes for c in file) + chunk.num_bytes > max_bytes:
@@ -184,14 +191,14 @@ def _split(chunks: Sequence[TensorShard], max_bytes: int) -> Iterator[list[Tenso
 
 
 def _copy_tokenizer(file: Location, out: Path, end: str) -> dict[str, tuple[str, int] | None]:
-    """Copy an existing tokenizer; return its tokens and ids for the begin and the end of a text, if declared."""
+    """Copy a tokenizer to a Hugging Face folder; return its begin-of-text and end-of-text tokens and ids, if any."""
     if not file.is_file():
         return {"bos": None, "eos": None}
     content = content_of(file)
     try:
         added = {str(t["content"]): int(t["id"]) for t in json.loads(content)["added_tokens"]}
     except (KeyError, RecursionError, TypeError, ValueError) as error:
-        raise DamagedError(f"{file}", f"it is no tokenizer of Hugging Face: {error!r}") from error
+        raise DamagedError(f"{file}", f"it is not a Hugging Face tokenizer: {error!r}") from error
     special: dict[str, tuple[str, int] | None] = {"bos": None, "eos": None}
     for role, names in (("bos", _BEGIN), ("eos", (end, *_END))):
         for name in names:
@@ -206,7 +213,7 @@ def _copy_tokenizer(file: Location, out: Path, end: str) -> dict[str, tuple[str,
 
 @contextmanager
 def new_folder(dst: Path) -> Iterator[Path]:
-    """Make a draft folder for the caller to fill; success renames the draft to `dst`, and failure removes the draft."""
+    """Context with a temporary folder to fill: success renames the folder to `dst`, and an error deletes the folder."""
     staged: Path | None = None
     try:
         staged = directory.prepare(dst)
@@ -222,9 +229,14 @@ def new_folder(dst: Path) -> Iterator[Path]:
 
 
 def refuse_to_overwrite(dst: Path, patterns: tuple[str, ...]) -> None:
-    """Refuse a target folder with files of other names than the patterns, which no conversion wrote."""
+    """Raise an error if the target folder contains files that no conversion wrote, or cannot be written.
+
+    Args:
+        dst: Target folder.
+        patterns: Name patterns of the files that the conversion writes.
+    """
     if dst.exists() and not dst.is_dir():
-        raise ConfigError(f"{dst} is a file, and a conversion fills a folder; give a new folder")
+        raise ConfigError(f"{dst} is a file, but a conversion writes a folder; give a new folder")
     if dst.exists():
         for path in dst.iterdir():
             if not any(fnmatch(path.name, pattern) for pattern in patterns):
@@ -237,5 +249,5 @@ def refuse_to_overwrite(dst: Path, patterns: tuple[str, ...]) -> None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Torch's name of a type, without its module."""
+    """Name of a torch type without the prefix `torch.`, such as `bfloat16`."""
     return str(dtype).removeprefix("torch.")

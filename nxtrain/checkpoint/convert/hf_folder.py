@@ -1,4 +1,4 @@
-"""Hugging Face model folders: their tensors, the comparison with a model, and reads of parts of tensors."""
+"""Hugging Face model folders: names and shapes of tensors, checks against a model, and partial reads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from nxtrain.config.model_folder import INDEX, SHAPE, WEIGHTS
 CONFIG = SHAPE
 
 _SEPARATORS = frozenset("/\\\0")
-"""Characters that no file name contains on a system that writes such folders."""
+"""Characters that the file name of a weight file must not contain, such as path separators."""
 
 """Most tensors that a message names."""
 
@@ -41,13 +41,16 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 @dataclass(frozen=True)
 class _Stored:
-    """Tensor of a file, or the matrix of one expert in a tensor of the file: (experts, rows, columns).
+    """Location of a tensor in a safetensors file: a whole tensor, or one expert's matrix of a stacked tensor.
+
+    A stacked tensor has the shape (experts, rows, columns).
 
     Args:
-        name: Name in the file.
-        expert: Index of the expert; None: the whole tensor.
-        rows: Rows of the expert's matrix.
-        step: The tensor has the transposed matrix, and of so many columns one is of the matrix; 0: `rows` of it.
+        file: Safetensors file.
+        name: Name of the tensor in the file.
+        expert: Index of the expert; None for the whole tensor.
+        rows: Rows of the expert's matrix in the stacked tensor.
+        step: Stride of the matrix's rows among the columns of a transposed, interleaved tensor; 0 if not transposed.
     """
 
     file: Path
@@ -57,7 +60,7 @@ class _Stored:
     step: int = 0
 
     def read(self, where: list[slice]) -> Tensor:
-        """Read a box of entries."""
+        """Read the entries of a tensor at slices of its dimensions."""
         require_regular(self.file)
         with safe_open(self.file, framework="pt") as file:
             tensor = file.get_slice(self.name)
@@ -75,9 +78,10 @@ class _Stored:
 
 
 class HfFolder:
-    """A folder with `config.json` and safetensors; `dtype` is the narrowest type that holds all weights exactly.
+    """Hugging Face model folder with `config.json` and safetensors files.
 
-    transformers 5 may stack the matrices of all experts of a block. They are read one by one, under their usual names.
+    `dtype` is the narrowest type that holds all weights exactly. transformers 5 may stack the matrices of all experts
+    of a block in one tensor. Such matrices are read one by one, under the names of unstacked weights.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,12 +100,16 @@ class HfFolder:
                 codes[name] = code
         foreign = [f"{name} is {code}" for name, code in codes.items() if code not in _DTYPES]
         if foreign:
-            raise ConfigError(f"{path}: {foreign[0]}; weights of type {', '.join(_DTYPES)} can be read")
+            raise ConfigError(f"{path}: {foreign[0]}, but only weights of type {', '.join(_DTYPES)} can be read")
         self._unstack()
         self.dtype = reduce(torch.promote_types, {_DTYPES[code] for code in codes.values()})
 
     def check(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
-        """Compare the tensors of the folder with the tensors of a model."""
+        """Check that names and shapes of the folder's tensors equal the tensors of a model.
+
+        Raises:
+            ConfigError: Tensors are missing, are unknown, or have other shapes.
+        """
         is_tied = self.config.get("tie_word_embeddings", False)
         shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in self.shapes.items():
@@ -114,7 +122,7 @@ class HfFolder:
             raise ConfigError([Problem("", f"{self.path}: tensors do not fit the model: {p}") for p in problems])
 
     def read(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> Tensor:
-        """Read some entries of a tensor along one dimension, or the whole tensor; other entries are not read."""
+        """Read a range of a tensor along one dimension, or the whole tensor, without reading other entries."""
         stop = self.shapes[name][dim]
         if length is not None:
             stop = start + length
@@ -124,12 +132,12 @@ class HfFolder:
 
     @cached_property
     def mixture(self) -> MoeShape | None:
-        """Experts of the model's blocks; None: the model has none."""
+        """Shape of the model's mixture of experts; None for a model without experts."""
         family = find_family(str(self.config.get("model_type")))
         return family.dimensions(family.from_hf(self.config)).mixture
 
     def _unstack(self) -> None:
-        """Give the matrices of experts in stacked tensors, and their routers, the names of other files."""
+        """Split stacked expert tensors into one matrix per expert, and rename routers, as in unstacked folders."""
         stacked = {name for name in self.shapes if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))}
         if not stacked or any(len(self.shapes[name]) != 3 for name in stacked):  # noqa: PLR2004 - expert, row, column
             return
@@ -157,7 +165,7 @@ class HfFolder:
             self.shapes[own], self._stored[own] = self.shapes.pop(name), self._stored.pop(name)
 
     def _unstack_in_turn(self, mixture: MoeShape) -> None:
-        """Give the matrices and biases of experts their own names; see `stacked_experts`."""
+        """Split interleaved, transposed tensors of experts into weights per expert; see `stacked_experts`."""
         for name in [name for name in self.shapes if name.partition(".experts.")[2] in STACKED]:
             stored, (num_experts, *_, width) = self._stored.pop(name), self.shapes[name]
             others = self.shapes.pop(name)[1:-1]
@@ -171,7 +179,10 @@ class HfFolder:
                 self._stored[own] = replace(stored, expert=expert, rows=rows, step=step)
 
     def fingerprint(self) -> str:
-        """Identity of the weights: name, shape and middle row of every tensor. Reading all rows would take minutes."""
+        """Fingerprint of the weights: a hash of name, shape and middle row of every tensor.
+
+        Reading all rows would take minutes.
+        """
         parts = list[bytes]()
         for name, shape in sorted(self.shapes.items()):
             row = self.read(name, 0, shape[0] // 2, 1) if shape else self.read(name)
@@ -180,14 +191,18 @@ class HfFolder:
 
 
 class Finiteness:
-    """Collector of the tensors with values that are not finite during an import."""
+    """Collector of tensors with NaN or infinite values during an import.
+
+    Args:
+        source: Imported folder, for the error message.
+    """
 
     def __init__(self, source: Path) -> None:
         self._source = source
-        self._found: dict[str, tuple[int, int]] = {}  # NaN and infinite values, by tensor
+        self._found: dict[str, tuple[int, int]] = {}  # numbers of NaN and of infinite values, by tensor
 
     def note(self, name: str, part: Tensor) -> None:
-        """Check some values of a tensor, and record values that are not finite."""
+        """Count NaN and infinite values in a part of a tensor."""
         # The extremes of a part are finite exactly if all its values are, and cost no memory.
         if not part.numel() or torch.stack(torch.aminmax(part)).isfinite().all():
             return
@@ -195,7 +210,7 @@ class Finiteness:
         self._found[name] = (nans + int(part.isnan().sum()), infinite + int(part.isinf().sum()))
 
     def check(self) -> None:
-        """Refuse the import if any recorded value is not finite."""
+        """Raise an InputError if NaN or infinite values were recorded."""
         if not self._found:
             return
         shown = []
@@ -206,16 +221,16 @@ class Finiteness:
         if len(self._found) > 1:
             tensors = f"{len(self._found):,} tensors have"
         raise InputError(
-            f"{self._source}: {tensors} values that are not finite: {listed(shown)}. With them every loss is "
-            "NaN; fetch the folder again, compare its files with the source's checksums, or export the model anew"
+            f"{self._source}: {tensors} values that are not finite: {listed(shown)}. Every loss would be NaN; "
+            "download the folder again, compare its files with the source's checksums, or export the model again"
         )
 
 
 class HfWeights:
-    """Reader of this rank's parameters from a Hugging Face folder whose tensors fit the model.
+    """Reader of this rank's parameter shards from a Hugging Face folder.
 
-    Only the entries of this rank are read. Weights are cast to the tensor's type; padding is unchanged. `wanted` has
-    the shapes of the whole model, so that all stages refuse the same folders.
+    Only the entries of this rank are read. Weights are cast to the parameter's type, and padding is unchanged. `wanted`
+    has the shapes of the whole model, so that all pipeline stages refuse the same folders.
     """
 
     def __init__(
@@ -229,7 +244,7 @@ class HfWeights:
         self._finiteness = Finiteness(self._folder.path)
 
     def __call__(self, name: str, local: Tensor) -> None:
-        """Fill a parameter's shard, a host tensor."""
+        """Fill the shard of a parameter, a host tensor, with weights of the folder."""
         spec = self._table[name]
         for piece, view in spec.views(local, self._axis):
             if piece.length:
@@ -238,32 +253,32 @@ class HfWeights:
                 self._finiteness.note(source, view)
 
     def whole(self, name: str) -> Tensor:
-        """Read a whole tensor, in the type of the folder."""
+        """Read a whole tensor in the type that the folder stores."""
         tensor = self._folder.read(name)
         self._finiteness.note(name, tensor)
         return tensor
 
     def check(self) -> None:
-        """Refuse the folder if any value that was read is not finite."""
+        """Raise an InputError if any value that was read is NaN or infinite."""
         self._finiteness.check()
 
 
 def read_object(file: Path, hint: str = "") -> dict[str, Any]:
-    """JSON object of a file; `hint` is the way out where the file cannot be read."""
+    """Read a JSON object from a file; `hint` is the advice in the error if the file cannot be read."""
     try:
-        content = json.loads(read_bytes(file))  # of bytes, since a text may begin with a byte order mark
+        content = json.loads(read_bytes(file))  # as bytes, since the text may begin with a byte order mark
     except OSError as error:
         way_out = hint or f"is {file.parent} a Hugging Face model?"
         raise ConfigError(f"cannot read {file}: {error.strerror}; {way_out}") from error
     except (RecursionError, ValueError) as error:
-        raise ConfigError(f"{file} is no valid JSON: {cause_of(error)}") from error
+        raise ConfigError(f"{file} is not valid JSON: {cause_of(error)}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{file} holds no JSON object")
+        raise ConfigError(f"{file} does not contain a JSON object")
     return content
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file, and sync it to the disk."""
+    """Write a JSON file durably, with fsync."""
     write_durably(file, lambda f: f.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8"))
 
 
@@ -284,18 +299,18 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _indexed(file: Path) -> list[str]:
-    """Names of the weight files of an index; each must be a file of the same folder."""
+    """Read the names of weight files from an index, and check that each is a file name without a folder."""
     files = read_object(file).get("weight_map", {})
     if not isinstance(files, dict):
-        raise ConfigError(f'{file}: "weight_map" is no table of tensors and their files')
+        raise ConfigError(f'{file}: "weight_map" must be an object that maps tensor names to file names')
     for tensor, name in files.items():
         if not isinstance(name, str):
-            raise ConfigError(f'{file}: "weight_map" gives {tensor} the file {name!r}, which is no name')
+            raise ConfigError(f'{file}: "weight_map" maps {tensor} to {name!r}, which is not a file name')
         if name in {"", ".", ".."} or not _SEPARATORS.isdisjoint(name):
             raise ConfigError(
-                f"{file} places {tensor} in {name!r}; weight files lie beside their index, and a name has no "
-                "separator. Fetch the folder from a source that you trust, or bring its files together "
-                "and correct the index"
+                f"{file} maps {tensor} to {name!r}, but weight files must be in the folder of the index, and names "
+                "must not contain a path separator. Download the folder from a trusted source, or move its files "
+                "together and correct the index"
             )
     return sorted(set(files.values()))
 

@@ -1,8 +1,9 @@
-"""Sharding of NeuronX Distributed's Llama: names of parameters, and the entries of tensors that each rank holds.
+"""Sharding of NeuronX Distributed's Llama: parameter names, and the entries of each tensor on each rank.
 
-A rank has gate and up in one matrix, and q, k and v in three or one. If tp exceeds the number of K/V heads, heads are
-replicated. Each replica is on a rank with queries of the head's group. On trn1 the heads alternate, (0 1 0 1). On trn2
-replicas are adjacent, (0 0 1 1); the queries keep their order if a rank has one head.
+A rank has the gate and up projections in one matrix, and q, k and v in three matrices or one. If tp exceeds the number
+of key/value heads, these heads are replicated. Each replica is on a rank with query heads of its group. On trn1 the
+heads alternate over ranks (0 1 0 1). On trn2 replicas are adjacent (0 0 1 1), and the query heads keep their order if a
+rank has one head.
 
 Source: `GQAQKVColumnParallelLinear` and `arrange_kv_groups` of neuronx-distributed 0.18; its example
 `modeling_llama_nxd.py`; `create_partitions` for the split over pp.
@@ -19,7 +20,7 @@ from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.sharding import Segment, ShardBox
 
 Qkv = Literal["separate", "grouped", "fused"]
-"""Form of q, k and v: separate projections, NxD's module for grouped queries, or that module with one fused matrix."""
+"""Storage of q, k and v: separate projections, NxD's grouped query module, or this module with one fused matrix."""
 
 Platform = Literal["trn1", "trn2"]
 
@@ -40,19 +41,19 @@ _SOURCES = {
     "qkv_proj.weight_v": ("v_proj",),
     "gate_up_proj.weight": ("gate_proj", "up_proj"),
 }
-"""Projections that a parameter concatenates, by module and leaf."""
+"""Projections of nxtrain that an NxD parameter concatenates, by NxD's module and parameter name."""
 
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter of one rank: its local shape, and the name and box of each global tensor's entries that it holds."""
+    """Parameter of one NxD rank: its name, its local shape, and its part of each global tensor."""
 
     name: str
     shape: tuple[int, ...]
     blocks: tuple[tuple[str, ShardBox], ...]
 
     def rows(self, rank: int, size: int) -> Param:
-        """Rows that a rank of ZeRO-1 holds: the same number on each rank, the last ones padded with zeros."""
+        """Return the rows of a ZeRO-1 rank: equally many on each rank, the last padded with zeros."""
         width = -(-self.shape[0] // size)
         first = rank * width
         clipped = []
@@ -68,12 +69,15 @@ class Param:
 
 @dataclass(frozen=True)
 class NxdLayout:
-    """Sharding of every tensor of a model over NxD's ranks.
+    """Sharding of every tensor of a Llama model over NxD's ranks.
 
     Args:
-        shapes: Whole shape of every tensor, by global name.
-        copies: Number of replicas of each K/V head; NxD's name is kv_size_multiplier or kv_shared_group_size.
-        platform: Order of the replicated heads.
+        shapes: Unsharded shape of every tensor, by global name.
+        config: Hugging Face configuration of the model.
+        tp, pp: Tensor and pipeline parallel degrees.
+        copies: Replicas of each key/value head; NxD's kv_size_multiplier or kv_shared_group_size.
+        qkv: Storage of q, k and v.
+        platform: Platform whose order of replicated heads is used.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -85,10 +89,12 @@ class NxdLayout:
     platform: Platform = "trn1"
 
     def __post_init__(self) -> None:
-        """Refuse a model or degrees that NxD cannot represent."""
+        """Raise a ConfigError for a model or parallel degrees that NxD cannot represent."""
         problems = list(self._problems())
         if problems:
-            raise ConfigError([Problem("", f"NeuronX Distributed cannot hold it: {problem}") for problem in problems])
+            raise ConfigError(
+                [Problem("", f"NeuronX Distributed does not support this: {problem}") for problem in problems]
+            )
 
     @property
     def heads(self) -> int:
@@ -97,17 +103,17 @@ class NxdLayout:
 
     @property
     def kv_heads(self) -> int:
-        """Number of K/V heads."""
+        """Number of key/value heads."""
         return int(self.config.get("num_key_value_heads") or self.heads)
 
     @property
     def head_size(self) -> int:
-        """Width of a head."""
+        """Size of an attention head."""
         return int(self.config.get("head_dim") or self.config["hidden_size"] // self.heads)
 
     @property
     def is_tied(self) -> bool:
-        """True if the output head shares the embedding's matrix."""
+        """True if the output head shares the matrix of the embedding."""
         return HEAD not in self.shapes
 
     def stage(self, pp_rank: int) -> list[str]:
@@ -128,7 +134,11 @@ class NxdLayout:
         return names
 
     def param(self, name: str, tp_rank: int) -> Param:
-        """Parameter of NxD's on a tensor parallel rank; a KeyError if the model has no such tensor."""
+        """Return an NxD parameter by its name and tensor parallel rank.
+
+        Raises:
+            KeyError: The model has no such parameter.
+        """
         block, module, leaf = ("", *name.rsplit(".", 2))[-3:]
         sources = _SOURCES.get(f"{module}.{leaf}", (module,))
         names = [f"{block}.{source}.weight".removeprefix(".") for source in sources]
@@ -152,7 +162,7 @@ class NxdLayout:
         return Param(name, (*shape[:dim], start, *shape[dim + 1 :]), tuple(placed))
 
     def _runs(self, source: str, shape: Sequence[int], dim: int, rank: int) -> Iterator[tuple[int, int, int, int]]:
-        """Ranges that a rank holds along the sharded dimension: first entry, length, replica, number of replicas."""
+        """Ranges of a rank along the sharded dimension: first entry, length, replica index and number of replicas."""
         if len(shape) == 1:
             yield 0, shape[0], rank, self.tp
         elif source in ("q_proj", "k_proj", "v_proj", "o_proj") and self.copies > 1:
@@ -162,7 +172,7 @@ class NxdLayout:
             yield rank * length, length, 0, 1
 
     def _heads(self, rank: int, *, is_kv: bool) -> Iterator[tuple[int, int, int, int]]:
-        """Ranges of replicated K/V heads, or of their queries, in the form of `_runs`."""
+        """Ranges of replicated key/value heads, or of their query heads, on a rank, as `_runs` yields them."""
         num_local = self.kv_heads * self.copies // self.tp
         num_parts = self.tp // self.copies
         if self.platform == "trn1":
@@ -178,7 +188,7 @@ class NxdLayout:
 
     def _problems(self) -> Iterator[str]:
         if self.heads * self.head_size != self.config["hidden_size"]:
-            yield f"{self.heads} heads of width {self.head_size} are no hidden_size={self.config['hidden_size']}"
+            yield f"{self.heads} heads of size {self.head_size} do not make up hidden_size={self.config['hidden_size']}"
         sizes = {"num_attention_heads": self.heads, "num_key_value_heads x copies": self.kv_heads * self.copies}
         sizes |= {name: int(self.config[name]) for name in ("intermediate_size", "vocab_size")}
         for name, size in sizes.items():
@@ -191,10 +201,10 @@ class NxdLayout:
         if self.tp % self.copies:
             yield f"{self.copies} copies of each K/V head do not divide tp={self.tp}"
         if self.pp > int(self.config["num_hidden_layers"]):
-            yield f"pp={self.pp} stages for {self.config['num_hidden_layers']} blocks"
+            yield f"pp={self.pp} stages exceed the {self.config['num_hidden_layers']} blocks of the model"
 
 
 def default_copies(config: Mapping[str, Any], tp: int) -> int:
-    """Fewest replicas of each K/V head that a tensor parallel degree needs."""
+    """Smallest number of replicas of each key/value head for a tensor parallel degree."""
     kv_heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
     return math.lcm(kv_heads, tp) // kv_heads

@@ -1,4 +1,4 @@
-"""Conversion of NeuronX Distributed's rank files to a checkpoint, one whole tensor in memory at a time."""
+"""Conversion of NeuronX Distributed's rank files to a checkpoint, with one unsharded tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from nxtrain.config.schema import RunConfig
 
 FAMILY = "llama"
 OURS = "nxtrain"
-"""Key of NxD's user content for the metadata that NxD's format cannot hold."""
+"""Key in NxD's user content under which nxtrain keeps metadata that NxD's format lacks."""
 
 
 def nxd_to_nxtrain(
@@ -40,14 +40,16 @@ def nxd_to_nxtrain(
     first_copy: bool = False,
     run: RunConfig | None = None,
 ) -> Meta:
-    """Convert a checkpoint of NeuronX Distributed's Llama to a checkpoint of nxtrain.
+    """Convert a Llama checkpoint of NeuronX Distributed to a checkpoint of nxtrain.
 
     Args:
-        src: A tag, or a folder of tags, whose last finished one is taken.
-        config: The model's Hugging Face `config.json`; None: the file in the tag, or next to the tag.
-        first_copy: If replicas on tensor parallel ranks differ, take the first.
+        src: Checkpoint of NxD (tag), or a folder of tags, whose newest finished tag is converted.
+        dst: Folder to create.
+        config: Hugging Face `config.json` of the model; None for the file in the tag, or next to the tag.
+        weights_only: Convert no optimizer state.
+        first_copy: Use the first replica if replicas on tensor parallel ranks differ.
         run: Configuration of the run that will resume. Its seed, batch and sequence length give the position in the
-            data, which NxD does not save. A tag that nxtrain wrote holds the position itself.
+            data, which NxD does not save. A tag that nxtrain wrote contains the position.
     """
     tag = find_tag(src)
     family, model = _model(tag, config)
@@ -98,22 +100,22 @@ def nxd_to_nxtrain(
         return source.assemble(chunk, states.local)
 
     alone = StorageScope(Ranks(Mesh(1, 0)))
-    order = sorted(chunks, key=lambda chunk: source.owners[chunk.name])  # stage by stage, so that few files are open
+    order = sorted(chunks, key=lambda chunk: source.owners[chunk.name])  # by stage, so that few files are open
     read_back(dst, write(dst, Staged(LazyTensors(order, read)), meta, alone), alone)
     return read_meta(dst)
 
 
 def _saved_metadata(file: Path) -> Mapping[str, Any]:
-    """Metadata that nxtrain wrote to a tag's user content; empty if a script of NxD's wrote the tag."""
+    """Read the metadata that nxtrain wrote to a tag's user content; empty if NxD wrote the tag."""
     try:
         saved: Mapping[str, Any] = open_file(file).get(OURS, {})
-    except CheckpointError:  # absent, or arbitrary content of a user's script
+    except CheckpointError:  # missing, or other content that a user's script wrote
         return {}
     return saved
 
 
 def _metadata_of(run: RunConfig, step: int) -> Mapping[str, Any]:
-    """Metadata of a run after a step, whose position in the data follows from its configuration."""
+    """Return the position in the data and the seed of a run after a step, from the run's configuration."""
     samples = run.train.batch_sizes().before(step)
     return {
         "samples": samples,
@@ -130,14 +132,16 @@ def _model(tag: Path, file: Path | None) -> tuple[ModelFamily, ModelConfig]:
     config = next((path for path in candidates if path.is_file()), None)
     if config is None:
         raise ConfigError(
-            f"no {CONFIG} in {tag} or beside it: NeuronX Distributed saves tensors only; name the one that its script "
-            "was given: --config FILE"
+            f"there is no {CONFIG} in {tag} or its parent folder, since NeuronX Distributed saves tensors only; give "
+            "the file of the training script by --config FILE"
         )
     try:
         values = json.loads(read_text(config))
     except (OSError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{config} is no Hugging Face {CONFIG}: {cause_of(error)}") from error
+        raise ConfigError(f"{config} is not a Hugging Face {CONFIG}: {cause_of(error)}") from error
     family = find_family(str(values.get("model_type", FAMILY)))
     if family.name != FAMILY:
-        raise ConfigError(f"{config} describes a {family.name}; rank files of NeuronX Distributed's Llama are read")
+        raise ConfigError(
+            f"{config} describes a {family.name}, but NeuronX Distributed's files are read for Llama only"
+        )
     return family, family.from_hf(values)

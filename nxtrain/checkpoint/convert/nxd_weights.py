@@ -1,4 +1,4 @@
-"""Weights in NeuronX Distributed's rank files: detection of their layout, and assembly of whole tensors."""
+"""Weights in NeuronX Distributed's rank files: detection of their sharding, and assembly of unsharded tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nxtrain.common.sharding import ShardBox
 
 @dataclass(frozen=True)
 class NxdWeights:
-    """Weights of a tag; if replicas differ, `take_first` takes the first, as NxD's own converter does."""
+    """Weights of an NxD checkpoint; if replicas differ, `take_first` uses the first, as in NxD's own converter."""
 
     grid: Grid
     layout: NxdLayout
@@ -31,7 +31,7 @@ class NxdWeights:
 
     @staticmethod
     def open(tag: Path, family: ModelFamily, config: ModelConfig, *, take_first: bool) -> NxdWeights:
-        """Detect the layout of a tag, and compare its tensors with the model's."""
+        """Detect the sharding of an NxD checkpoint, and check its tensors against the model."""
         grid = Grid.of(tag / MODEL_DIR)
         shapes, values = whole_shapes(family, config), config.model_dump(mode="json")
         first = open_file(grid.folder / rank_file(tp=0, pp=0))
@@ -41,7 +41,7 @@ class NxdWeights:
         source = NxdWeights(grid, layout, next(iter(tensors.values())).dtype)
         if source.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise CheckpointError(
-                f"weights of {grid.folder} are {source.dtype}; float32, bfloat16 and float16 are read"
+                f"weights of {grid.folder} are {source.dtype}; only float32, bfloat16 and float16 can be read"
             )
         source._check()
         if copies > 1:
@@ -54,7 +54,7 @@ class NxdWeights:
 
     @cached_property
     def stages(self) -> list[list[str]]:
-        """Names of the parameters of each stage, in NxD's order; a tied head is omitted next to the embedding."""
+        """Parameter names of each pipeline stage in NxD's order, without a head tied to the stage's embedding."""
         stages = []
         for pp in range(self.grid.pp):
             names = [name for name in self._open(0, 0, pp) if not name.endswith("rotary_emb.inv_freq")]
@@ -64,7 +64,7 @@ class NxdWeights:
 
     @cached_property
     def owners(self) -> dict[str, tuple[int, str]]:
-        """Stage and NxD's name of the first parameter that holds a tensor, by the tensor's global name."""
+        """Pipeline stage and name of the first NxD parameter that contains a tensor, by the tensor's global name."""
         owners: dict[str, tuple[int, str]] = {}
         for pp, names in enumerate(self.stages):
             for name in names:
@@ -73,17 +73,21 @@ class NxdWeights:
         return owners
 
     def chunks(self, kind: str, dtype: torch.dtype) -> list[TensorShard]:
-        """Every tensor of a kind, as a whole shard."""
+        """List all tensors of a kind (weights or an optimizer state), each as one shard with the whole tensor."""
         whole = (TensorShard.whole(name, shape, dtype) for name, shape in self.layout.shapes.items())
         return [replace(chunk, kind=kind) for chunk in whole]
 
     def local(self, kind: str, param: Param, tp: int, pp: int) -> Tensor:
-        """Weight of a parameter on a rank."""
+        """Read the local weight of a parameter from a rank's file."""
         tensor: Tensor = self._open(0, tp, pp)[param.name]
         return tensor
 
     def assemble(self, chunk: TensorShard, local: Callable[[str, Param, int, int], Tensor]) -> Tensor:
-        """Assemble a tensor from the ranks' parts, and check that replicas are equal."""
+        """Assemble an unsharded tensor from the ranks' shards, and check that replicas are equal.
+
+        Raises:
+            CheckpointError: Shards have wrong shapes or types, or replicas differ.
+        """
         pp, name = self.owners[chunk.name]
         whole = torch.empty(chunk.shape, dtype=chunk.dtype)
         for tp in range(self.grid.tp):
@@ -91,8 +95,8 @@ class NxdWeights:
             part = local(chunk.kind, param, tp, pp)
             if tuple(part.shape) != param.shape:
                 raise CheckpointError(
-                    f"{self.grid.folder.parent}: {chunk.kind} of {name} on tp rank {tp} is {tuple(part.shape)} instead "
-                    f"of {param.shape}"
+                    f"{self.grid.folder.parent}: {chunk.kind} of {name} on tp rank {tp} has shape {tuple(part.shape)} "
+                    f"instead of {param.shape}"
                 )
             for of, block in param.blocks:
                 if of == chunk.name:
@@ -104,19 +108,19 @@ class NxdWeights:
         exact = part.to(chunk.dtype)
         if part.dtype != chunk.dtype and not torch.equal(exact.to(part.dtype), part):
             raise CheckpointError(
-                f"{chunk.key} is {dtype_name(part.dtype)} in {where}, and loses digits in {chunk.dtype}"
+                f"{chunk.key} is {dtype_name(part.dtype)} in {where}, and would lose precision in {chunk.dtype}"
             )
         if block.copy == 0:
             target.copy_(exact)
         elif not self.take_first and not _same_bits(target, exact):
             raise CheckpointError(
-                f"copies of {chunk.key} differ between ranks, by up to {float((target - exact).abs().max()):.3g} "
+                f"replicas of {chunk.key} differ between ranks, by up to {float((target - exact).abs().max()):.3g} "
                 f"({where}), as "
-                "happens to norms; take those of the first rank, as NeuronX Distributed's converter does: --first-copy"
+                "can happen to norms; --first-copy uses the first rank's, as NeuronX Distributed's converter does"
             )
 
     def _platform(self) -> Platform:
-        """Detect the order of replicated K/V heads: the one for which the replicas are equal."""
+        """Detect the order of replicated key/value heads: trn1 or trn2, for which the replicas are equal."""
         name = next(name for name in self.layout.shapes if name.endswith("k_proj.weight"))
         chunk = TensorShard.whole(name, self.layout.shapes[name], self.dtype)
         fitting: list[Platform] = []
@@ -128,13 +132,19 @@ class NxdWeights:
             except CheckpointError:
                 continue
         if not fitting:
-            raise CheckpointError(f"copies of {name} differ between ranks, in the order of trn1 and in that of trn2")
+            raise CheckpointError(
+                f"replicas of {name} differ between ranks, both in the head order of trn1 and of trn2"
+            )
         if len(fitting) > 1 and _queries(self.layout, "trn1") != _queries(self.layout, "trn2"):
-            raise CheckpointError(f"all K heads of {name} are equal, so that the order of the queries cannot be told")
+            raise CheckpointError(f"all heads of {name} are equal, so the order of query heads cannot be detected")
         return fitting[0]
 
     def _check(self) -> None:
-        """Compare names, shapes and types with the model's."""
+        """Check names, shapes and types of the weights against the model.
+
+        Raises:
+            ConfigError: Weights are missing, are unknown, or have other shapes or types.
+        """
         wanted: dict[str, object] = {}
         stored: dict[str, object] = {}
         for pp in range(self.grid.pp):
@@ -156,7 +166,7 @@ class NxdWeights:
 def _qkv_layout(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], config: Mapping[str, Any], tp: int
 ) -> tuple[Qkv, int]:
-    """Layout of the q, k and v matrices in the files, and number of replicas of each K/V head."""
+    """Detect the storage of q, k and v in rank files, and the number of replicas of each key/value head."""
     kv_rows = next(shape[0] for name, shape in shapes.items() if name.endswith("k_proj.weight"))
     q_rows = next(shape[0] for name, shape in shapes.items() if name.endswith("q_proj.weight"))
     for name, tensor in tensors.items():

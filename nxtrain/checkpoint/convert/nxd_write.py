@@ -48,14 +48,14 @@ _FILES = (BEGUN, DONE, MODEL_DIR, OPTIM_DIR, SCHEDULER, USER_CONTENT, CONFIG)
 
 @dataclass(frozen=True)
 class NxdTarget:
-    """Layout of the ranks that will read the files.
+    """Parallel degrees and tensor storage of the NxD run that will load the files.
 
     Args:
-        tp, pp, dp: Parallel degrees; 0: those of the run that wrote the checkpoint.
-        copies: Number of replicas of each K/V head; 0: the fewest that tp needs.
-        qkv: Form of q, k and v; None: separate, or grouped if heads are replicated.
-        platform: Order of the replicated heads.
-        zero1: The optimizer's state is sharded over dp.
+        tp, pp, dp: Parallel degrees; 0 for the degrees of the run that wrote the checkpoint.
+        copies: Replicas of each key/value head; 0 for the smallest number that tp allows.
+        qkv: Storage of q, k and v; None for separate, or grouped if heads are replicated.
+        platform: Platform whose order of replicated heads is used.
+        zero1: Shard the optimizer state over dp.
     """
 
     tp: int = 0
@@ -69,24 +69,26 @@ class NxdTarget:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """Settings of the optimizer that NxD saves next to its state."""
+    """Optimizer configuration and learning rate, which NxD saves next to the optimizer state."""
 
     optim: OptimConfig
     lr: float
 
 
 def optimizer_settings_of(checkpoint: Path | str, file: Path | None) -> OptimizerSettings:
-    """Settings of the next update from the configuration of the run, since a checkpoint does not hold settings.
+    """Derive the optimizer settings of the next update from the run's configuration, which a checkpoint lacks.
 
-    Without a file, the configuration is that of the run's folder, which must be on a disk.
+    Args:
+        checkpoint: Path or address of the checkpoint.
+        file: Configuration of the run; None for the file in the run's folder, which must be on a disk.
     """
     path = locate_checkpoint(checkpoint)
     if file is None and isinstance(path, Path):
         file = path.parent.parent / CONFIG_FILE
     if file is None or not file.is_file():
         raise ConfigError(
-            f"{path} keeps no settings of the optimizer, and there is no {file or f'{CONFIG_FILE} with it'}; name the "
-            "configuration of its run: --run CONFIG, or take the weights alone: --weights-only"
+            f"{path} contains no optimizer settings, and there is no {file or f'{CONFIG_FILE} with it'}; give the "
+            "configuration of its run by --run CONFIG, or convert only the weights by --weights-only"
         )
     plan = check.resolve_config(load(file), world=None)
     meta = read_meta(path)
@@ -95,19 +97,25 @@ def optimizer_settings_of(checkpoint: Path | str, file: Path | None) -> Optimize
 
 
 def nxtrain_to_nxd(src: Path | str, dst: Path, target: NxdTarget, *, rates: OptimizerSettings | None) -> Path:
-    """Convert a checkpoint to a tag that NeuronX Distributed's `load_checkpoint` reads, and return the tag.
+    """Convert a checkpoint to a tag folder that NeuronX Distributed's `load_checkpoint` reads; return the tag folder.
 
     Args:
-        dst: Folder of tags. The tag is `step_<step>`; one that an earlier conversion wrote is replaced.
-        rates: Settings of the optimizer, whose state is written; None: write the weights only.
+        src: Path or address of the checkpoint.
+        dst: Folder of tags. The tag is `step_<step>`; a tag of an earlier conversion is replaced.
+        target: Parallel degrees and storage of the NxD run.
+        rates: Optimizer settings, written with the optimizer state; None to write the weights only.
     """
     src = locate_checkpoint(src)
     meta, manifest = open_checkpoint(src)
     family, config = meta.model()
     if meta.adapter:
-        raise ConfigError(f"{src} holds an adapter; add it to its base first: nxtrain convert nxtrain-to-hf SRC DST")
+        raise ConfigError(
+            f"{src} holds an adapter; merge it into its base first: nxtrain convert nxtrain-to-hf SRC DST"
+        )
     if family.name != FAMILY:
-        raise ConfigError(f"{src} is a {family.name}; NeuronX Distributed's example is a {FAMILY}")
+        raise ConfigError(
+            f"{src} is a {family.name} model, but NeuronX Distributed's format is written for {FAMILY} only"
+        )
     values = config.model_dump(mode="json")
     tp = target.tp or meta.mesh.get("tp", 1)
     copies = target.copies or default_copies(values, tp)
@@ -142,7 +150,7 @@ def nxtrain_to_nxd(src: Path | str, dst: Path, target: NxdTarget, *, rates: Opti
                 "lr_lambdas": [None] * 2,
             }
             _save(scheduler, out / SCHEDULER)
-        # The position at which NxD's scripts resume, at the begin of the data, and nxtrain's metadata.
+        # The position at which NxD's scripts resume, at the beginning of the data, and nxtrain's metadata.
         fields = {"samples", "tokens", "seed", "data_fingerprint", "config_fingerprint", "kinds"}
         ours = meta.model_dump(mode="json", include=fields)
         position = {"total_steps": meta.step, "global_step": meta.step, "epoch": 0, "batch_idx": 0}
@@ -153,7 +161,7 @@ def nxtrain_to_nxd(src: Path | str, dst: Path, target: NxdTarget, *, rates: Opti
 
 @dataclass(frozen=True)
 class _Writer:
-    """Writes the files of all ranks; the optimizer's state is sharded over `dp` ranks."""
+    """Writer of the files of all NxD ranks, with the optimizer state sharded over `dp` ranks."""
 
     src: Location
     meta: Meta
@@ -163,18 +171,20 @@ class _Writer:
     zero1: bool
 
     def check_states(self) -> None:
-        """Refuse optimizer state that NxD's format cannot hold."""
+        """Raise a ConfigError for optimizer state that NxD's format cannot represent."""
         kinds = set(self.meta.kinds)
         problems = []
         if not kinds.issuperset(MEANS):
-            problems.append(f"it holds {', '.join(sorted(kinds))} and no {' and '.join(MEANS)}")
+            problems.append(f"it holds {', '.join(sorted(kinds))}, but no {' and '.join(MEANS)}")
         strange = kinds - {MODEL, *MEANS, MASTER}
         if strange:
-            problems.append(f"its optimizer kept {', '.join(sorted(strange))}, which NeuronX Distributed's does not")
+            problems.append(
+                f"it holds optimizer state {', '.join(sorted(strange))}, which NeuronX Distributed does not support"
+            )
         if self._has_master and not self.zero1 and self.meta.dtype != "float32":
-            problems.append("float32 masters of narrower weights are kept by ZeRO-1 only; use --zero1")
+            problems.append("NeuronX Distributed keeps float32 master weights with ZeRO-1 only; use --zero1")
         if problems:
-            hint = "or take the weights alone: --weights-only"
+            hint = "or convert only the weights: --weights-only"
             raise ConfigError([Problem("", f"{self.src}: {problem}", hint=hint) for problem in problems])
 
     @property
@@ -182,7 +192,7 @@ class _Writer:
         return MASTER in self.meta.kinds
 
     def write_weights(self, folder: Path) -> None:
-        """Write the files of the model."""
+        """Write the weight files of all NxD ranks."""
         folder.mkdir()
         for pp, tp in product(range(self.layout.pp), range(self.layout.tp)):
             params = [self.layout.param(name, tp) for name in self.layout.stage(pp)]
@@ -193,7 +203,7 @@ class _Writer:
             _save(tensors, folder / rank_file(tp=tp, pp=pp))
 
     def write_states(self, folder: Path, rates: OptimizerSettings) -> None:
-        """Write the files of the optimizer."""
+        """Write the optimizer state files of all NxD ranks."""
         folder.mkdir()
         kinds: tuple[str, ...] = MEANS
         if self._has_master and self.zero1:
@@ -223,7 +233,7 @@ class _Writer:
                 _save(content, folder / rank_file(dp=dp, tp=tp, pp=pp))
 
     def _read(self, wanted: Mapping[str, Sequence[Param]]) -> dict[str, dict[str, Tensor]]:
-        """Read the tensors of one file, by kind and name; padding is zero."""
+        """Read the tensors of one NxD file from the checkpoint, by kind and name; padding is zero."""
         types = {MODEL: self.meta.dtype, MASTER: "float32"}
         read: dict[str, dict[str, Tensor]] = {}
         targets: dict[TensorShard, Tensor] = {}
@@ -248,7 +258,7 @@ class _Writer:
 
 
 def _groups(params: Sequence[Param], rates: OptimizerSettings) -> list[tuple[float, list[Param]]]:
-    """Weight decay and members of the two groups that NxD's scripts make."""
+    """Weight decay and parameters of the two optimizer groups that NxD's scripts create: matrices and norms."""
     if rates.optim.decay_norms:
         return [(rates.optim.weight_decay, list(params)), (0.0, [])]
     matrices = [param for param in params if "norm" not in param.name]
@@ -257,7 +267,7 @@ def _groups(params: Sequence[Param], rates: OptimizerSettings) -> list[tuple[flo
 
 
 def _param_groups(groups: Sequence[tuple[float, Sequence[Param]]], rates: OptimizerSettings) -> list[dict[str, Any]]:
-    """Parameter groups with the keys of torch's AdamW and of NxD's; each ignores the other's keys."""
+    """Parameter groups with the keys of torch's AdamW and of NxD's AdamW; each ignores the other's keys."""
     ours = {"lr": rates.lr, "betas": list(rates.optim.betas), "eps": rates.optim.eps, "initial_lr": rates.optim.lr}
     flags = dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable"), False)
     theirs = {**flags, "foreach": None, "fused": None, "decoupled_weight_decay": True, "correct_bias": True}

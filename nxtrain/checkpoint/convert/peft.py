@@ -1,7 +1,7 @@
-"""Adapters of fine-tuned models: PEFT's folders, checkpoints of adapters, and base weights with the update added.
+"""LoRA adapters: PEFT folders, adapter checkpoints, and base weights merged with an adapter.
 
-A PEFT folder has `adapter_config.json` and `adapter_model.safetensors`. Its tensors have our names with a prefix and a
-suffix. An update is the product of two matrices, and is added to the base when a weight is read.
+A PEFT folder has `adapter_config.json` and `adapter_model.safetensors`. Its tensors have nxtrain's names with a prefix
+and a suffix. The update of a weight is the product of two matrices, which is added when the weight is read.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from nxtrain.config.tables import toml_value
 from nxtrain.nn.lora import EXPERT_TARGETS, A, B, scale_of
 
 FILES = CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""Names of the files of a PEFT folder."""
+"""Names of the files in a PEFT folder."""
 _BLOCKS = ".layers."
-"""Part of the names of a block's weights, by which matrices in NF4 are distinguished from embedding and head."""
+"""Part of the names of a block's weights; QLoRA quantizes matrices of blocks, but not embedding and head."""
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
 _FINGERPRINT = "base_fingerprint"
-"""Key of the weights' metadata, which PEFT does not read."""
+"""Key of the base weights' fingerprint in the metadata of the adapter's weight file; PEFT ignores the key."""
 
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
@@ -59,18 +59,20 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "corda_config": (None,),
     "eva_config": (None,),
 }
-"""Supported values of keys of `adapter_config.json`; other values change what an adapter computes."""
+"""Supported values of keys in `adapter_config.json`; other values would change the adapter's computation."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """Low-rank update of some weights of a model.
+    """LoRA adapter: low-rank updates of some weights of a model.
 
     Args:
-        tensors: Both matrices of each layer, whole, by parameter name such as `model.layers.0.mlp.up_proj.lora_A`. The
-            experts of all families are in a module `mlp`, and have the names of `peft_experts`.
-        base: Folder of the weights below; empty if unknown.
-        base_fingerprint: Fingerprint of the weights below; empty if unknown, as in folders that PEFT wrote.
+        config: Rank, scale and targets of the adapter.
+        tensors: Unsharded matrices A and B of each layer, by parameter name such as
+            `model.layers.0.mlp.up_proj.lora_A`. Experts of all families are in a module `mlp`, and have the names of
+            `peft_experts`.
+        base: Folder of the base weights; empty if unknown.
+        base_fingerprint: Fingerprint of the base weights; empty if unknown, as in folders that PEFT wrote.
     """
 
     config: FinetuneConfig
@@ -80,15 +82,15 @@ class Adapter:
 
     @property
     def layers(self) -> set[str]:
-        """Names of the layers whose weights have an update."""
+        """Names of the layers that have an adapter."""
         return {name.removesuffix(f".{B}") for name in self.tensors if name.endswith(f".{B}")}
 
     def pair(self, layer: str) -> tuple[Tensor, Tensor]:
-        """Matrices A and B of a layer."""
+        """Return the LoRA matrices A and B of a layer."""
         return self.tensors[f"{peft_experts.layer_of_a(layer)}.{A}"], self.tensors[f"{layer}.{B}"]
 
     def update(self, layer: str, dim: int, start: int, length: int) -> Tensor:
-        """Some entries of the update of a layer's weight along one dimension, in float32."""
+        """Compute a range of the update of a layer's weight along one dimension, in float32."""
         a, b = (matrix.float() for matrix in self.pair(layer))
         if dim:
             a = a.narrow(1, start, length)
@@ -97,19 +99,23 @@ class Adapter:
         return (b @ a) * scale_of(self.config)
 
     def require_base(self, base: HfFolder, origin: str) -> None:
-        """Check that a folder holds the weights that the adapter was trained on, as far as known."""
+        """Check that a folder holds the base weights of the adapter, if their fingerprint is known.
+
+        Raises:
+            ConfigError: The folder holds other weights.
+        """
         if not self.base_fingerprint:
             return
         actual = base.fingerprint()
         if actual != self.base_fingerprint:
             raise ConfigError(
-                f"{origin} was trained beside other weights than those in {base.path}: their fingerprint is "
-                f"{self.base_fingerprint!r} there and {actual!r} here; give the folder that was trained, {self.base}"
+                f"{origin} was trained on other base weights than {base.path}: fingerprint "
+                f"{self.base_fingerprint!r} there and {actual!r} here; give the base of the adapter, {self.base}"
             )
 
 
 class MergedFolder(HfFolder):
-    """A Hugging Face folder whose weights are rounded to `dtype`, and read with the update of an adapter."""
+    """Hugging Face folder whose weights are read in `dtype`, with an adapter merged into them."""
 
     def __init__(self, path: Path, adapter: Adapter, dtype: torch.dtype | None = None) -> None:
         super().__init__(path)
@@ -119,7 +125,7 @@ class MergedFolder(HfFolder):
         if mixture is not None:
             router = f".{mixture.module}.{mixture.router}.weight"
             for name in self.shapes:
-                # The matrices of experts and routers stay whole beside quantized ones.
+                # QLoRA does not quantize the matrices of experts and routers.
                 is_expert = ".experts." in name or name.endswith(router)
                 if is_expert and f".{mixture.module}." in name:
                     self._whole.add(name)
@@ -131,7 +137,7 @@ class MergedFolder(HfFolder):
             if self.shapes.get(weight) != (rows, columns):
                 shape = self.shapes.get(weight, "absent")
                 raise ConfigError(
-                    f"{path}: {weight} is {shape}, and its adapter is for {(rows, columns)}; give the base"
+                    f"{path}: {weight} is {shape}, but the adapter needs {(rows, columns)}; give the adapter's base"
                 )
 
     def read(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> Tensor:
@@ -142,11 +148,11 @@ class MergedFolder(HfFolder):
         return wide.to(self.dtype)
 
     def _base(self, name: str, dim: int, start: int, length: int | None) -> Tensor:
-        """Read entries of the weights that the adapter was trained on; weights in NF4 are restored."""
+        """Read entries of the base weights; for QLoRA, quantize and dequantize them as in training."""
         is_matrix = len(self.shapes[name]) > 1 and _BLOCKS in name and name not in self._whole
         if self._adapter.config.method != "qlora" or not is_matrix:
             return super().read(name, dim, start, length)
-        if self._restored[0] != name:  # parts of one tensor are read one after the other
+        if self._restored[0] != name:  # the parts of a tensor are read in sequence
             packing = whole_packing(self.shapes[name], self.dtype)
             self._restored = name, packing.restore(packing.pack([super().read(name)]))
         whole = self._restored[1]
@@ -156,7 +162,7 @@ class MergedFolder(HfFolder):
 
 
 class AdapterWeights:
-    """Reader of this rank's adapters from a PEFT folder that fits the run."""
+    """Reader of this rank's adapter shards from a PEFT folder that fits the run's configuration."""
 
     def __init__(
         self,
@@ -174,14 +180,16 @@ class AdapterWeights:
             there, here = getattr(adapter.config, key), getattr(config, key)
             if there != here:
                 reason = (
-                    f"the adapter in finetune.adapter={src} has {toml_value(there)}, and the run has {toml_value(here)}"
+                    f"the adapter in finetune.adapter={src} has {toml_value(there)}, but the run has {toml_value(here)}"
                 )
                 raise ConfigError([Problem(f"finetune.{key}", reason, hint=f"use finetune.{key}={toml_value(there)}")])
         shapes = {name: tuple(tensor.shape) for name, tensor in adapter.tensors.items()}
         problems = mismatches({peft_experts.in_mlp(name): shape for name, shape in wanted.items()}, shapes)
         if problems:
-            hint = f"the layers there are {toml_value(adapter.config.targets)}"
-            raise ConfigError([Problem("finetune.adapter", f"{src} does not fit: {p}", hint=hint) for p in problems])
+            hint = f"the layers of the adapter are finetune.targets={toml_value(adapter.config.targets)}"
+            raise ConfigError(
+                [Problem("finetune.adapter", f"{src} does not fit the model: {p}", hint=hint) for p in problems]
+            )
         adapter.require_base(HfFolder(base), f"the adapter in finetune.adapter={src}")
         finiteness = Finiteness(src)
         for name, tensor in adapter.tensors.items():
@@ -189,7 +197,7 @@ class AdapterWeights:
         finiteness.check()
 
     def __call__(self, name: str, local: Tensor) -> None:
-        """Fill a parameter's shard, a host tensor."""
+        """Fill the shard of an adapter's parameter, a host tensor."""
         spec = self._table[name]
         for piece, view in spec.views(local, self._axis):
             whole = self._tensors[peft_experts.in_mlp(spec.global_name(name, piece.segment))]
@@ -197,7 +205,11 @@ class AdapterWeights:
 
 
 def read_adapter(folder: Path) -> Adapter:
-    """Read a folder in PEFT's format."""
+    """Read a LoRA adapter from a PEFT folder.
+
+    Raises:
+        ConfigError: The folder is damaged, or its adapter is not supported.
+    """
     config = _read_config(folder / CONFIG)
     tensors: dict[str, Tensor] = {}
     try:
@@ -216,7 +228,9 @@ def read_adapter(folder: Path) -> Adapter:
     unknown = sorted(name for name in tensors if name.rpartition(".")[2] not in {A, B})
     unpaired = [layer for layer in sorted(layers) if not {f"{layer}.{A}", f"{layer}.{B}"} <= tensors.keys()]
     if unknown or unpaired:
-        raise ConfigError(f"{folder / WEIGHTS} has {(unknown + unpaired)[0]}, which is no pair of {A} and {B}")
+        raise ConfigError(
+            f"{folder / WEIGHTS} has {(unknown + unpaired)[0]}, but each layer needs a pair of {A} and {B}"
+        )
     rank = config["r"]
     for name, tensor in tensors.items():
         if ".experts" in name:
@@ -225,7 +239,7 @@ def read_adapter(folder: Path) -> Adapter:
                 continue
         dim = int(name.endswith(B))
         if tensor.shape[dim] != rank:
-            raise ConfigError(f"{folder / WEIGHTS}: {name} is not of the rank r={rank} of {CONFIG}")
+            raise ConfigError(f"{folder / WEIGHTS}: {name} has rank {tensor.shape[dim]}, but {CONFIG} has r={rank}")
     tensors = peft_experts.of_each(tensors, rank, parameters)
     targets = tuple(sorted(peft_experts.targets_of({name.removesuffix(f".{B}") for name in tensors if B in name})))
     try:
@@ -238,9 +252,9 @@ def read_adapter(folder: Path) -> Adapter:
         )
     except ValidationError as error:
         reasons = "; ".join(line["msg"].removeprefix("Value error, ") for line in error.errors())
-        raise ConfigError(f"{folder / CONFIG} gives no rank and scale: {reasons}") from error
+        raise ConfigError(f"{folder / CONFIG} has no valid rank and scale: {reasons}") from error
     except (TypeError, ValueError, KeyError) as error:
-        raise ConfigError(f"{folder / CONFIG} gives no rank and scale: {error}") from error
+        raise ConfigError(f"{folder / CONFIG} has no valid rank and scale: {error}") from error
     base = str(config.get("base_model_name_or_path") or "")
     if config.get("revision"):
         base += f"@{config['revision']}"
@@ -248,7 +262,7 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 def write_adapter(folder: Path, adapter: Adapter) -> None:
-    """Write a folder in PEFT's format; files of an earlier adapter are replaced."""
+    """Write a LoRA adapter as a PEFT folder; files of an earlier adapter are replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     config, name = adapter.config, model_named(adapter.base)
     targets = peft_experts.targets_of(adapter.layers)
@@ -280,14 +294,18 @@ def write_adapter(folder: Path, adapter: Adapter) -> None:
 
 
 def adapter_of(meta: Meta, tensors: Mapping[str, Tensor]) -> Adapter:
-    """Adapter of a run from its whole matrices."""
+    """Make the adapter of a run from its metadata and its unsharded matrices."""
     config = FinetuneConfig.model_validate({"method": "lora", **meta.adapter})
     named = {peft_experts.in_mlp(name): tensor for name, tensor in tensors.items()}
     return Adapter(config, named, meta.base, meta.base_fingerprint)
 
 
 def read_checkpoint(checkpoint: Location) -> tuple[Meta, Adapter]:
-    """Read the adapter of a checkpoint."""
+    """Read the metadata and the LoRA adapter of a checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint holds a whole model.
+    """
     meta, manifest = open_checkpoint(checkpoint)
     if not meta.adapter:
         raise CheckpointError(f"{checkpoint} holds a whole model and no adapter; use nxtrain convert nxtrain-to-hf")
@@ -297,37 +315,46 @@ def read_checkpoint(checkpoint: Location) -> tuple[Meta, Adapter]:
 
 
 def merged_checkpoint(checkpoint: Location, base: Path | None = None) -> tuple[Meta, MergedFolder]:
-    """Base weights of an adapter's checkpoint with the update added."""
+    """Open the base weights of an adapter's checkpoint, merged with the adapter.
+
+    Raises:
+        ConfigError: There is no base folder.
+        CheckpointError: The base folder holds other weights than the run's.
+    """
     meta, adapter = read_checkpoint(checkpoint)
     path = base or _base_folder(meta.base)
     if not path.is_dir():
         hint = "give the folder of the base: nxtrain convert nxtrain-to-hf SRC DST --base DIR"
-        raise ConfigError(f"{checkpoint} holds an adapter of the weights in {path}, which is no folder here; {hint}")
+        raise ConfigError(f"{checkpoint} holds an adapter of the weights in {path}, which is not a folder here; {hint}")
     fingerprint = HfFolder(path).fingerprint()
     if fingerprint != meta.base_fingerprint:
         raise CheckpointError(
-            f"{checkpoint} holds an adapter of other weights than those in {path}: their fingerprint is "
-            f"{meta.base_fingerprint!r} there and {fingerprint!r} here; give the folder that the run read"
+            f"{checkpoint} holds an adapter of other base weights than {path}: fingerprint "
+            f"{meta.base_fingerprint!r} there and {fingerprint!r} here; give the base folder of the run"
         )
     return meta, MergedFolder(path, adapter, getattr(torch, meta.dtype))
 
 
 def merged_adapter(folder: Path, base: Path | None = None) -> MergedFolder:
-    """Base weights of a PEFT folder with the update added."""
+    """Open the base weights of a PEFT folder, merged with its adapter.
+
+    Raises:
+        ConfigError: There is no base folder, or it holds other weights.
+    """
     adapter = read_adapter(folder)
     path = base or _base_folder(adapter.base)
     if not (base or adapter.base) or not path.is_dir():
         named = adapter.base or "nothing"
-        given = ", which is no folder of this machine; give --base DIR, or --base ORGANIZATION/NAME of the Hub"
+        given = ", which is not a folder of this machine; give --base DIR, or --base ORGANIZATION/NAME of the Hub"
         if base:
-            given = f", and --base {base} is no folder"
+            given = f", and --base {base} is not a folder"
         raise ConfigError(f"{folder} is an adapter of {named}{given}; the base is a Hugging Face folder")
     adapter.require_base(HfFolder(path), f"the adapter in {folder}")
     return MergedFolder(path, adapter)
 
 
 def _base_folder(base: str) -> Path:
-    """Folder of the weights below an adapter; of a commit of the Hub, that of the cache, with all its files."""
+    """Folder of an adapter's base weights; a model of the Hub at a commit is downloaded to the cache."""
     name = model_named(base)
     if name is None or not name.is_pinned:
         return Path(base)
@@ -335,7 +362,7 @@ def _base_folder(base: str) -> Path:
 
 
 def copy_companions(folder: Path, out: Path, dtype: str) -> None:
-    """Copy the files of a Hugging Face folder that are not weights, with another type in `config.json`."""
+    """Copy a Hugging Face folder's files other than weights, and set the type in `config.json`."""
     config = {**HfFolder(folder).config, "dtype": dtype, "torch_dtype": dtype}
     write_json(out / "config.json", config)
     for name in COMPANIONS:
@@ -353,5 +380,5 @@ def _read_config(file: Path) -> dict[str, Any]:
             names = " and ".join(EXPERT_TARGETS)
             raise ConfigError(f"{file}: target_parameters has {parameter!r}, which is not supported; only {names} are")
     if not isinstance(config.get("r"), int):
-        raise ConfigError(f"{file} gives no rank r")
+        raise ConfigError(f"{file} has no integer r, the rank of the adapter")
     return config

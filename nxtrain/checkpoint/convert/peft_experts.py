@@ -1,8 +1,8 @@
-"""Adapters of experts in PEFT's format, which has one pair of matrices for the stacked parameter of all experts.
+"""LoRA adapters of experts in PEFT's format, which has one pair of matrices for all experts of a block.
 
-A of a stacked parameter has the rows of one expert after the other, (E * r, inputs). The columns of B are those of the
-experts in turn, r times: (outputs, r * E). PEFT wraps a module once for each of its parameters. So the adapter of the
-last parameter has the module's name, and the adapter of one before it has `base_layer` in its name.
+E is the number of experts, and r the rank. Matrix A has the rows of the experts in sequence: (E * r, inputs). The
+columns of matrix B alternate between experts: (outputs, r * E). PEFT wraps a module once for each adapted parameter. So
+the adapter of the last parameter has the module's name, and other adapters have `base_layer` in their names.
 
 Source: `ParamWrapper` of PEFT 0.21, `get_delta_factors`.
 """
@@ -24,12 +24,12 @@ _OF_EXPERT = re.compile(r"\.\w+\.experts\.(\d+)\.(\w+)")
 
 
 def in_mlp(name: str) -> str:
-    """Name of an expert's matrix with the module that transformers 5 gives experts of every family."""
+    """Rename an expert's matrix to the module `mlp`, in which transformers 5 has the experts of every family."""
     return _OF_EXPERT.sub(r".mlp.experts.\1.\2", name)
 
 
 def weights_of(layer: str, mixture: MoeShape | None) -> str:
-    """Name of the base weight of a layer with a matrix B."""
+    """Name of the base weight of an adapted layer, given the name of its matrix B's layer."""
     match = _OF_EXPERT.search(layer)
     if match is None or mixture is None:
         return f"{layer}.weight"
@@ -38,7 +38,7 @@ def weights_of(layer: str, mixture: MoeShape | None) -> str:
 
 
 def layer_of_a(layer: str) -> str:
-    """Layer that holds the matrix A of a layer with a matrix B: gate and values of an expert share one."""
+    """Name of the layer with the matrix A for a matrix B's layer; an expert's gate and up projections share A."""
     match = _OF_EXPERT.search(layer)
     if match is None or match[2] == "down_proj":
         return layer
@@ -46,7 +46,7 @@ def layer_of_a(layer: str) -> str:
 
 
 def targets_of(layers: Collection[str]) -> set[str]:
-    """Keys of `finetune.targets` that adapt these layers."""
+    """Values of `finetune.targets` that adapt these layers."""
     targets = set[str]()
     for layer in layers:
         leaf = layer.rpartition(".")[2]
@@ -58,7 +58,7 @@ def targets_of(layers: Collection[str]) -> set[str]:
 
 
 def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Stack the tensors of each expert into the tensors of PEFT's files, by name."""
+    """Stack the adapter matrices of the experts into the tensors of PEFT's format, by name."""
     renamed: dict[str, Tensor] = {}
     matrices: dict[str, dict[str, dict[int, Tensor]]] = {}
     for name, tensor in tensors.items():
@@ -85,11 +85,11 @@ def stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def of_each(tensors: Mapping[str, Tensor], r: int, targets: Collection[str]) -> dict[str, Tensor]:
-    """Split the tensors of PEFT's files into tensors of each expert.
+    """Split stacked tensors of PEFT's format into adapter matrices per expert.
 
     Args:
-        tensors: Matrices by layer and leaf, such as `model.layers.0.mlp.experts.lora_A`.
-        r: Rank of each adapter.
+        tensors: Adapter matrices by name, such as `model.layers.0.mlp.experts.lora_A`.
+        r: Rank of the adapter.
         targets: `target_parameters` of the adapter.
     """
     renamed: dict[str, Tensor] = {}
@@ -117,5 +117,5 @@ def of_each(tensors: Mapping[str, Tensor], r: int, targets: Collection[str]) -> 
 
 
 def _columns_in_turn(matrices: Tensor) -> Tensor:
-    """(E, outputs, r) to (outputs, r * E), the columns of the experts in turn."""
+    """Interleave the columns of the experts: (E, outputs, r) to (outputs, r * E)."""
     return matrices.permute(1, 2, 0).flatten(1)

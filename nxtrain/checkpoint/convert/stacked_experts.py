@@ -1,6 +1,6 @@
-"""Experts in the files of gpt-oss: one tensor for the matrices of all experts, and one for their biases.
+"""Stacked experts in gpt-oss files: one tensor for the matrices of all experts, and one for their biases.
 
-The matrices are transposed: (E, inputs, outputs). Columns of gate and values come in turn.
+The matrices are transposed: (E, inputs, outputs). Columns of the gate and up projections alternate.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from nxtrain.checkpoint.shards import TensorShard
 from nxtrain.common.dimensions import MoeShape
 
 STACKED = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-"""Names of the tensors in the module of the experts."""
+"""Names of the stacked tensors in the module of the experts."""
 
 ReadShards = Callable[[Mapping[TensorShard, Tensor]], None]
-"""Function that fills a host tensor for each shard; a shard is some rows of a weight."""
+"""Function that fills host tensors with weights; each shard is a range of rows of a weight."""
 
 
 def parts_of(mixture: MoeShape, leaf: str) -> tuple[tuple[str, ...], str]:
-    """Matrices of an expert in a stacked tensor, in the order of their columns, and the kind of their parameter."""
+    """Return the projections in a stacked tensor, in column order, and `weight` or `bias`."""
     kind = "bias" if leaf.endswith("_bias") else "weight"
     if leaf.startswith("down_proj"):
         return (mixture.down,), kind
@@ -31,14 +31,14 @@ def parts_of(mixture: MoeShape, leaf: str) -> tuple[tuple[str, ...], str]:
 def stacked(
     chunks: Sequence[TensorShard], read: ReadShards, mixture: MoeShape | None
 ) -> tuple[list[TensorShard], ReadShards]:
-    """Stack the tensors of the experts: tensors of the files, and a function that reads rows of these.
+    """Stack the tensors of experts for export; return the stacked tensors, and a function that reads their rows.
 
-    For a model without such experts, the arguments are returned.
+    For models without stacked experts, the arguments are returned.
 
     Args:
-        chunks: Whole tensors of the model, one for each expert.
+        chunks: Unsharded tensors of the model, with one tensor per expert.
         read: Function that reads rows of `chunks`.
-        mixture: Experts of the model.
+        mixture: Shape of the model's mixture of experts; None if there is none.
     """
     if mixture is None or not mixture.biases:
         return list(chunks), read

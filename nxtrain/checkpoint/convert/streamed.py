@@ -1,4 +1,4 @@
-"""Streamed writes of a safetensors file: memory holds some rows of its tensors, never the whole file."""
+"""Streamed writing of safetensors files: memory holds a batch of rows, never the whole file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nxtrain.checkpoint.shard_files import bytes_of
 from nxtrain.checkpoint.shards import TensorShard
 
 BATCH_BYTES = 192 << 20
-"""Most bytes of a batch of rows, unless a single row is larger."""
+"""Most bytes of a batch of rows in memory, unless a single row is larger."""
 
 _ALIGNMENT_BYTES = 8
 
@@ -21,10 +21,14 @@ _ALIGNMENT_BYTES = 8
 def write_streamed(
     file: Path, tensors: Sequence[TensorShard], read: Callable[[Mapping[TensorShard, Tensor]], None]
 ) -> None:
-    """Write a file that equals `safetensors.torch.save_file` of the same tensors, byte for byte.
+    """Write a safetensors file, equal byte for byte to `safetensors.torch.save_file` of the same tensors.
 
-    `read` fills host tensors with rows. All batches share one buffer: the allocator could otherwise keep the freed
-    memory of earlier batches.
+    All batches of rows share one buffer, since the allocator could keep the freed memory of earlier batches.
+
+    Args:
+        file: File to write.
+        tensors: Unsharded tensors of the file.
+        read: Function that fills host tensors with rows.
     """
     ordered = sorted(tensors, key=lambda chunk: (-chunk.dtype.itemsize, chunk.name))
     parts = list(batches(ordered))
@@ -47,7 +51,7 @@ def _num_bytes(batch: Sequence[TensorShard]) -> int:
 
 
 def batches(tensors: Sequence[TensorShard]) -> Iterator[list[TensorShard]]:
-    """Divide tensors into batches of adjacent rows, each of at most `BATCH_BYTES`."""
+    """Split tensors into batches of adjacent rows, of at most `BATCH_BYTES` each."""
     batch: list[TensorShard] = []
     free = BATCH_BYTES
     for chunk in tensors:

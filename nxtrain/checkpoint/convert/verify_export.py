@@ -1,4 +1,4 @@
-"""Models of checkpoints and Hugging Face folders on some ranks, and the check of an export with transformers."""
+"""Models with weights of a checkpoint or a Hugging Face folder, and the check of an export with transformers."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ from nxtrain.parallel.native import NativeLayers
 from nxtrain.parallel.regions import TensorParallel
 
 EXACT = 1e-4
-"""Largest difference of a score between two orders of summation in float32."""
+"""Largest allowed difference of a logit in float32, which covers different orders of summation."""
 
 ROUNDING, WORST_ROUNDING = 1.5, 2.0
-"""Largest error of our scores, in units of the error of transformers: over all tokens, and at the worst token. Errors
-are differences from transformers in float32 with the same weights."""
+"""Largest allowed error of nxtrain's logits relative to that of transformers: over all tokens, and at the worst token.
+
+Errors are root mean square differences from transformers in float32 with the same weights.
+"""
 
 _TOKENS = 256
 
@@ -41,11 +43,11 @@ _ALONE = Mesh(1, 0)
 
 @dataclass(frozen=True)
 class Agreement:
-    """Result of a comparison of two implementations.
+    """Result of comparing the logits of nxtrain with those of transformers.
 
     Args:
-        difference: Largest difference of a score.
-        rounding: Our root mean square error in units of that of transformers; 0 for float32, whose error is unknown.
+        difference: Largest difference of a logit.
+        rounding: Root mean square error of nxtrain divided by that of transformers; 0 for float32.
     """
 
     difference: float
@@ -53,9 +55,9 @@ class Agreement:
 
 
 def open_model(path: Location, backend: Backend, seq_len: int, mesh: Mesh = _ALONE) -> CausalLM:
-    """Build the model of a checkpoint and read the weights of this rank; an adapter is added to its base.
+    """Build the model of a checkpoint and load this rank's weights; an adapter is merged into its base.
 
-    Every rank calls this. The mesh has no pipeline.
+    Every rank calls this. The mesh must have one pipeline stage.
     """
     meta = read_meta(path)
     if meta.adapter:
@@ -70,7 +72,7 @@ def open_model(path: Location, backend: Backend, seq_len: int, mesh: Mesh = _ALO
 
 
 def open_hf_model(path: Path, backend: Backend, seq_len: int, mesh: Mesh = _ALONE) -> CausalLM:
-    """Build the model of a Hugging Face folder and read the weights of this rank."""
+    """Build the model of a Hugging Face folder and load this rank's weights."""
     return _open_folder(HfFolder(path), backend, seq_len, mesh)
 
 
@@ -95,10 +97,13 @@ def _open_folder(folder: HfFolder, backend: Backend, seq_len: int, mesh: Mesh) -
 
 
 def verify_export(checkpoint: Location, folder: Path, backend: Backend) -> Agreement:
-    """Compare our scores of an exported folder with the scores of transformers.
+    """Compare nxtrain's logits of a checkpoint with transformers' logits of its export.
 
-    Types narrower than float32 round each implementation's scores differently, by an amount that depends on the model.
-    For them the errors of both, against transformers in float32, are compared instead of a difference with a bound.
+    In float32 the difference of the logits has a bound. In narrower types rounding depends on the model. There the
+    errors of both implementations against transformers in float32 are compared.
+
+    Raises:
+        CheckpointError: The logits differ by more than rounding.
     """
     meta = read_meta(checkpoint)
     _, config = meta.model()
@@ -111,7 +116,7 @@ def verify_export(checkpoint: Location, folder: Path, backend: Backend) -> Agree
     summary = f"{folder}: scores of transformers differ from ours by {difference:.3g}"
     if meta.dtype == "float32":
         if not difference <= EXACT:
-            raise CheckpointError(f"{summary}, more than {EXACT:g}; do not use it")
+            raise CheckpointError(f"{summary}, more than {EXACT:g}; do not use this export")
         return Agreement(difference)
     exact = _scores_of_transformers(folder, tokens, torch.float32)
     # Root mean square error of each token's scores.
@@ -140,7 +145,7 @@ def _scores_of_transformers(folder: Path, tokens: Tensor, dtype: torch.dtype) ->
 
 @contextmanager
 def _without_device_choice() -> Iterator[None]:
-    """Suppress torch-xla's line about its device: accelerate, which loads the weights, asks for the device's kind."""
+    """Suppress torch-xla's log line about its device, which accelerate causes when it loads weights."""
     root = logging.getLogger()
     root.addFilter(_is_no_device_choice)
     try:

@@ -1,1 +1,1 @@
-"""Communication between ranks: collectives, rendezvous, heartbeats, failures."""
+"""Communication between ranks: collectives, rendezvous, heartbeats, and reports of failures."""

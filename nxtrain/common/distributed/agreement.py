@@ -1,4 +1,4 @@
-"""Joint actions of ranks: rank 0 or every rank acts, and any failure is raised on all ranks."""
+"""Joint actions of all ranks, on rank 0 alone or on every rank. A failure on one rank is raised on all ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """All ranks of a run, for actions and decisions that they share. Every rank makes the same calls.
+    """All ranks of a run, for joint actions and decisions. Every rank must make the same calls.
 
-    Their objects go over a group of the hosts; None: the default group.
+    Args:
+        mesh: Mesh of the run.
+        group: Process group that carries pickled objects between the hosts; None for the default group.
     """
 
     mesh: Mesh
@@ -26,7 +28,7 @@ class Ranks:
 
     @property
     def are_connected(self) -> bool:
-        """True if the run has other processes."""
+        """True if the run has more than one rank and torch.distributed is initialized."""
         return self.mesh.world > 1 and dist.is_initialized()
 
     @property
@@ -35,7 +37,7 @@ class Ranks:
         return self.mesh.rank == 0
 
     def on_leader(self, action: Callable[[], T], failure: str) -> T:
-        """Run an action on rank 0 while the other ranks wait, and broadcast its result or its failure.
+        """Run an action on rank 0 while the other ranks wait. Broadcast the result, or raise the error on all ranks.
 
         An error that is not an `NxtrainError` becomes a CheckpointError whose message begins with `failure`.
         """
@@ -53,7 +55,7 @@ class Ranks:
         return result  # type: ignore[no-any-return]
 
     def on_all(self, action: Callable[[], T], failure: str) -> list[T]:
-        """Run an action on every rank, and gather the results by rank; every rank raises the first failure.
+        """Run an action on every rank, and return the results by rank; if a rank fails, all ranks raise its error.
 
         An error that is not an `NxtrainError` becomes a CheckpointError whose message begins with `failure`.
         """
@@ -73,7 +75,7 @@ class Ranks:
         return results
 
     def gather(self, mine: T) -> list[T]:
-        """Values of all ranks, by rank."""
+        """Gather one value of each rank on all ranks, by rank."""
         values = [mine]
         if self.are_connected:
             values *= self.mesh.world
@@ -81,7 +83,7 @@ class Ranks:
         return values
 
     def gather_on_leader(self, mine: T) -> list[T]:
-        """Values of all ranks, by rank, on rank 0; empty on other ranks."""
+        """Gather one value of each rank on rank 0, by rank; other ranks get an empty list."""
         if not self.are_connected:
             return [mine]
         values: list[T] = []
@@ -92,7 +94,7 @@ class Ranks:
 
 
 def _readable(error: Exception, failure: str) -> NxtrainError:
-    """Translate an error into an `NxtrainError`; an `NxtrainError` is unchanged."""
+    """Translate an error into an `NxtrainError`; an `NxtrainError` is returned unchanged."""
     if isinstance(error, NxtrainError):
         return error
     readable = CheckpointError(f"{failure}: {cause_of(error) if isinstance(error, OSError) else repr(error)}")
@@ -102,11 +104,12 @@ def _readable(error: Exception, failure: str) -> NxtrainError:
 
 @dataclass(frozen=True)
 class StorageScope:
-    """Ranks and their copies of one folder, which all nodes share or each node has at the same path.
+    """The folders behind one path: one shared file system, or a separate local folder on each node.
 
     Args:
-        leader: The rank that acts for all ranks with the same folder as this rank.
-        number: Number of different folders; 1: all ranks share one folder, and rank 0 leads.
+        ranks: All ranks of the run.
+        leader: Rank that writes for all ranks with the same folder as this rank.
+        number: Number of separate folders. With 1, all ranks share one folder, and rank 0 is the leader.
     """
 
     ranks: Ranks
@@ -115,11 +118,11 @@ class StorageScope:
 
     @property
     def leads(self) -> bool:
-        """True if this rank acts in its folder."""
+        """True if this rank is the leader of its folder."""
         return self.leader == self.ranks.mesh.rank
 
     def on_each(self, action: Callable[[], T], failure: str) -> dict[int, T]:
-        """Run an action on the leader of each folder while the others wait; return the results by leader."""
+        """Run an action on the leader of each folder while the other ranks wait; return the results by leader."""
         if self.number == 1:
             return {0: self.ranks.on_leader(action, failure)}
         results = self.ranks.on_all(lambda: [action()] if self.leads else [], failure)

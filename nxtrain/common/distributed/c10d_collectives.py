@@ -1,4 +1,4 @@
-"""Collectives over the process groups of `torch.distributed`, and a clock of the waits in them."""
+"""Collectives over the process groups of `torch.distributed`, and a clock of the time that ranks wait in them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from nxtrain.common.text import listed
 
 
 class WaitClock:
-    """Clock of the time spent within its context.
+    """Context manager that adds up the seconds spent inside its contexts.
 
     Attributes:
-        note: Called with True as a wait begins, and with False as the wait ends; None: no callback.
+        total_s: Seconds spent inside all contexts.
+        note: Callback, with True as a context begins and with False as the context ends; None for no callback.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ class WaitClock:
 WAIT_CLOCK = WaitClock()
 """Clock of the time that the host waits in collectives of `torch.distributed`.
 
-On devices with streams, the streams wait, and the host spends no time.
+On devices with streams, the stream waits instead of the host, so that the clock stays at 0.
 """
 
 
@@ -74,7 +75,7 @@ class _Async:
 
 
 def _others(axis: Axis) -> Peers:
-    """Make the peers of an axis, which are all other ranks: gloo does not report the lost rank."""
+    """All other ranks of an axis as the peers of an error message. gloo does not report which rank was lost."""
     me = dist.get_rank()
     others = [rank for rank in axis.group_of(me) if rank != me]
     if len(others) == 1:
@@ -84,7 +85,7 @@ def _others(axis: Axis) -> Peers:
 
 @dataclass(frozen=True)
 class _Traced:
-    """A functional collective in a graph of `torch.compile`, the form that its compilers support."""
+    """A functional collective inside a graph of `torch.compile`, the only form that torch's compilers support."""
 
     out: Tensor
     into: Tensor | None = None
@@ -99,7 +100,7 @@ class _Traced:
 
 @dataclass(frozen=True)
 class _Transfer(Generic[Result_co]):
-    """A transfer between two ranks, which keeps its tensors alive."""
+    """A pending point-to-point transfer, which keeps its tensors alive until it is complete."""
 
     works: Sequence[dist.Work]
     result: Result_co
@@ -114,19 +115,19 @@ class _Transfer(Generic[Result_co]):
 
 
 class C10dCollectives(Collectives):
-    """Collectives of one rank of the default process group.
+    """Collectives of one rank over process groups of `torch.distributed`.
 
-    A subgroup is made at the first use of an axis. All ranks reach this point in the same order, as they reach every
-    collective. Pipeline stages may differ in this order, so `lay_out` makes the subgroups of a pipeline beforehand.
+    The process group of an axis is created at the first use of the axis. Creation needs the same order on all ranks.
+    Pipeline stages may use their axes in different orders, so `lay_out` creates the groups of a pipeline beforehand.
 
-    Transfers between neighbours of the pipeline have a group for each pair. In the axis's group, NCCL would run all of
-    a rank's transfers in sequence on one stream. A receive that was started early would block a send to another rank,
-    and could deadlock.
+    Each pair of neighbouring pipeline stages has its own process group. In one group for all stages, NCCL would run all
+    transfers of a rank in sequence on one stream. An early receive would then block a send to another rank, and could
+    deadlock.
 
     Attributes:
-        hang_timeout_s: Seconds that the process groups wait for a rank.
-        limit: The same limit as a text for messages.
-        options: Options of torch's for a new process group of an axis; None: its defaults.
+        hang_timeout_s: Timeout of the process groups in seconds.
+        limit: Text for the timeout in messages.
+        options: Function that returns torch's options for the process group of an axis; None for torch's defaults.
 
     Source: torch 2.9, `ProcessGroupNCCL::pointToPoint` in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp.
     """
@@ -141,16 +142,16 @@ class C10dCollectives(Collectives):
         self._mesh: Mesh | None = None
 
     def words(self, rank: int) -> str:
-        """Name of a rank in messages."""
+        """Name of a rank for messages."""
         return self._mesh.words(rank) if self._mesh else f"rank {rank}"
 
     @property
     def _timeout(self) -> timedelta:
-        # A later group would get torch's default limit, not the limit of the first group.
+        # Without an explicit timeout, a later group would get torch's default, not the timeout of the first group.
         return timedelta(seconds=self.hang_timeout_s)
 
     def group(self, axis: Axis) -> dist.ProcessGroup:
-        """Process group of this rank on an axis."""
+        """Process group of this rank on an axis; created at the first use."""
         if axis.groups not in self._groups:
             if axis.size == self._world:
                 group = dist.group.WORLD
@@ -168,7 +169,7 @@ class C10dCollectives(Collectives):
         return self._groups[axis.groups]
 
     def _ordered(self, axis: Axis) -> dist.ProcessGroup:
-        """Process group of an axis whose ranks must be ascending, since torch sorts the ranks of any group."""
+        """Process group of an axis whose groups list their ranks ascending, since torch sorts the ranks of a group."""
         group = self.group(axis)
         assert axis.groups not in self._disordered, axis
         return group
@@ -225,14 +226,15 @@ class C10dCollectives(Collectives):
         return PendingParts(self._start_sum(flat, axis, scale), [tensor.shape for tensor in tensors])
 
     def _start_sum(self, flat: Tensor, axis: Axis, scale: float) -> Pending[Tensor]:
-        """Start the sum of a bucket over an axis, in place."""
+        """Start an in-place all-reduce sum of a flat bucket over an axis."""
         work = _started(dist.all_reduce(flat, group=self.group(axis), async_op=True))
         return _Async(work, flat, axis, scale)
 
     def lay_out(self, mesh: Mesh) -> None:
-        """Make all groups that ranks of different pipeline stages would otherwise make in different orders.
+        """Create the process groups of a mesh in one order on all ranks.
 
-        Some groups may be used in compiled graphs alone, which cannot make one.
+        Pipeline stages would otherwise create their groups in different orders. Groups that only compiled graphs use
+        must also exist beforehand, since a compiled graph cannot create a group.
         """
         self._mesh = mesh
         for axis in (mesh.cp, mesh.tp, mesh.dense.shard, mesh.ep, mesh.dp_cp, mesh.stage):
@@ -245,7 +247,7 @@ class C10dCollectives(Collectives):
         self._link(mesh)
 
     def _link(self, mesh: Mesh) -> None:
-        """Make a group for each pair of neighbours in the pipeline."""
+        """Create one process group for each pair of neighbouring pipeline stages."""
         size = mesh.pp_size
         links = set[tuple[int, int]]()
         for group in mesh.pp.groups:
@@ -290,7 +292,7 @@ class C10dCollectives(Collectives):
             return _Transfer(dist.batch_isend_irecv(both), out, x, peers)
 
     def _reach(self, axis: Axis, position: int) -> tuple[int, Peers, dist.ProcessGroup]:
-        """Global rank at a position of the axis, the peer for messages, and the process group between both ranks."""
+        """Global rank at a position of the axis, its `Peers` for messages, and the process group of both ranks."""
         me = dist.get_rank()
         peer = axis.group_of(me)[position]
         assert peer != me, (axis, position)
@@ -298,7 +300,7 @@ class C10dCollectives(Collectives):
         return peer, Peers(self.words(peer), peer, self.limit), group
 
     def device_mesh(self, device: str, axes: StateAxes) -> DeviceMesh:
-        """Device mesh of the ranks that hold the same parameters, for torch's own sharding; see `RankGroup`."""
+        """Device mesh of the ranks among which torch's own sharding splits parameters; see `RankGroup`."""
         if axes.replica.size == 1:
             return DeviceMesh.from_group(self.group(axes.shard), device, mesh_dim_names=("shard",))
         return DeviceMesh.from_group(
@@ -314,13 +316,13 @@ class C10dCollectives(Collectives):
                 dist.barrier()
 
     def forget(self) -> None:
-        """Drop all groups, so that they end with the process group, and their threads before the interpreter."""
+        """Drop all process groups, so that their threads end before the interpreter does."""
         self._links.clear()
         self._groups.clear()
 
 
 def axes_of(mesh: Mesh) -> list[Axis]:
-    """Axes of a pipeline on which ranks communicate, in one order on all ranks."""
+    """Axes of a mesh with a pipeline on which ranks communicate, in the same order on all ranks."""
     experts = [mesh.ep, mesh.experts.copies, mesh.experts.shard, mesh.experts.replica]
     stage = [mesh.tp, mesh.cp, mesh.dp, mesh.dp_cp, mesh.shard, mesh.replica, mesh.stage, *experts]
     return [axis for axis in (*stage, mesh.pp, mesh.batch, mesh.model, mesh.state, mesh.all) if axis.size > 1]

@@ -1,9 +1,9 @@
-"""Failures of a run: the first failure, the loss of a peer, and the error that each rank reports.
+"""Error reports of a failed run: the first failure, the loss of a peer rank, and the error that each rank raises.
 
-The store of the rendezvous holds the first failure. If torchrun's agent holds that store, the store outlives the ranks.
-A store that rank 0 holds ends with rank 0; each other rank then knows only the peer that it lost itself.
+The rendezvous store holds the first failure. A store of torchrun's agent outlives the ranks. A store of rank 0 ends
+with rank 0. Each other rank then knows only the peer that it lost.
 
-Every call is short: the calling rank has lost a peer, and other ranks wait for the caller to end.
+Every call is short, since other ranks wait for the caller to exit.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from nxtrain.common.process.deadlines import start_daemon
 Result = TypeVar("Result")
 
 ANSWER_S = 3.0
-"""Seconds to wait for the store; a reachable store answers within milliseconds."""
+"""Timeout of a store request in seconds; a reachable store answers within milliseconds."""
 
 GRACE_S = 2.0
-"""Most seconds between the timeouts of two ranks for their peers: longer than one pipeline action."""
+"""Seconds by which the timeouts of two hanging ranks may differ; longer than one pipeline action."""
 
 SOON_S = 0.3
-"""Most seconds between the detections of a dead rank by its neighbours, while other ranks wait for this one."""
+"""Seconds by which two ranks may differ in detecting the same dead rank. Other ranks wait for this rank meanwhile."""
 
 LOOK_S = 0.02
-"""Seconds between reads of the store for the failure of another rank."""
+"""Seconds between polls of the store for the failure of another rank."""
 
 
 class FirstFailure:
-    """The first failure of a run, and the graph of waits between ranks when some hang."""
+    """The first failure of a run in the rendezvous store. For a hang, also the rank that each rank waits for."""
 
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore("nxtrain/last_words", store)
 
     def publish(self, text: str) -> str:
-        """Publish a failure unless another rank did before; return the first failure."""
+        """Publish a failure unless another rank has already published one; return the first failure."""
         first = call_with_timeout(ANSWER_S, lambda: self._store.compare_set("first", "", text).decode())
         return first or text
 
     def first(self) -> str:
-        """The first published failure; empty if there is none."""
+        """First published failure; an empty string if there is none."""
         return self._store.get("first").decode() if self._store.check(["first"]) else ""
 
     def await_first(self, seconds: float) -> str:
-        """Wait some seconds for the first published failure; empty if there is none."""
+        """Wait up to `seconds` for the first published failure; return an empty string if there is none."""
         limit = time.monotonic() + seconds
 
         def look() -> str:
@@ -66,11 +66,15 @@ class FirstFailure:
         return call_with_timeout(seconds, look) or ""
 
     def who_hangs(self, rank: int, peer: int | None) -> int | None:
-        """Rank at the end of the chain of waits, which waits for no other rank; None if unknown.
+        """Find the hanging rank: follow the chain of waiting ranks to the rank that waits for no other.
+
+        Returns None if the hanging rank is unknown.
 
         Args:
-            rank: This rank, which has waited for `peer` up to the time limit.
-            peer: The awaited rank, which publishes soon if it waits too. None: any of several ranks.
+            rank: This rank, whose wait for `peer` has timed out.
+            peer: The rank that this rank waited for, which soon publishes its own wait if it has one. None for any of
+                several
+                ranks.
         """
 
         def follow() -> int | None:
@@ -111,32 +115,41 @@ _GONE = re.compile(
     r"|failed to pass monitoredBarrier|successfully reached monitoredBarrier, but received errors",
     re.IGNORECASE,
 )
-"""Messages of gloo, torch's store and NCCL for a connection whose other end is gone. The last two are of a barrier.
+"""Error messages of gloo, torch's store and NCCL for a closed connection. The last two patterns are of a monitored
+barrier.
 
-torch has this barrier before each collective under `recovery.debug=dist`. The watchdog reports a rank that is late.
+torch runs a monitored barrier before each collective under `recovery.debug=dist`. The watchdog reports a late rank.
 """
 
 _LATE = re.compile(r"tim(ed|e) ?out", re.IGNORECASE)
-"""Messages of gloo and torch's store for a timeout."""
+"""Error messages of gloo and torch's store for a timeout."""
 
 
 @dataclass(frozen=True)
 class Peers:
-    """Ranks that a rank waits for: their name and time limit in messages, and the rank if there is one only."""
+    """The rank or ranks that a rank waits for, as named in an error message.
+
+    Args:
+        words: Name of the ranks in messages.
+        rank: The rank, if there is exactly one; None otherwise.
+        limit: Name of the timeout in messages.
+    """
 
     words: str
     rank: int | None = None
     limit: str = "recovery.hang_timeout_s"
 
 
-ANY = Peers("a rank that this one works with")
+ANY = Peers("another rank of this rank's process group")
 
 
 @contextmanager
 def blaming(peers: Peers) -> Iterator[None]:
-    """Translate gloo's errors of a connection into the loss or hang of the other end; other errors are unchanged.
+    """Translate gloo's connection errors in this context into a LostPeerError or HangError that names the peer.
 
-    NCCL raises no error here, since the stream waits: torch's watchdog ends the process after the same time limit.
+    Other errors pass unchanged.
+
+    NCCL raises no error here, since only the stream waits. torch's watchdog ends the process after the same timeout.
 
     Source: torch 2.9, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp; gloo/transport/tcp in
     https://github.com/pytorch/gloo.
@@ -151,7 +164,7 @@ def blaming(peers: Peers) -> Iterator[None]:
 
 
 def loss(error: BaseException, peers: Peers = ANY) -> LostPeerError | HangError | None:
-    """Loss or hang of a peer among the causes of an error; None if there is none."""
+    """Find the loss or hang of a peer rank in an error's chain of causes; None if there is none."""
     at: BaseException | None = error
     while at is not None:
         if isinstance(at, LostPeerError | HangError):
@@ -165,17 +178,18 @@ def loss(error: BaseException, peers: Peers = ANY) -> LostPeerError | HangError 
 
 
 def gone(peers: Peers, why: str) -> LostPeerError:
-    """Error for a peer that has ended; `why` is the observation of this rank."""
+    """LostPeerError for a peer rank that has ended; `why` is the error that this rank saw."""
     return LostPeerError(
-        f"{peers.words} is gone: {why}. It died, or left early; its own last lines say why", peers.rank
+        f"{peers.words} is gone: {why}. Its process crashed or exited early; the last lines of its log show why",
+        peers.rank,
     )
 
 
 def late(peers: Peers, why: str) -> HangError:
-    """Error for a peer that did not come within the time limit; `why` is the observation of this rank."""
+    """HangError for a peer rank that did not respond before the timeout; `why` is the error that this rank saw."""
     return HangError(
         f"{peers.words} did not come within {peers.limit}: {why}. "
-        "It hangs, or does other work than was agreed; its own last lines say more",
+        "It hangs, or runs other collectives than this rank; the last lines of its log show more",
         peers.rank,
     )
 
@@ -187,7 +201,7 @@ def first_line(error: BaseException) -> str:
 
 
 class FailureReporter:
-    """Reporter of the failure of one rank; `words` names a rank in messages."""
+    """Publisher of this rank's failure to the other ranks; `words` returns the name of a rank for messages."""
 
     def __init__(self, store: Store, rank: int, hang_timeout_s: float, words: Callable[[int], str]) -> None:
         self._first_failure = FirstFailure(store)
@@ -196,9 +210,10 @@ class FailureReporter:
         self._answer: tuple[Exception, Exception] | None = None
 
     def failed(self, error: Exception) -> Exception:
-        """Publish the failure of this rank, or return the first failure of another rank, which this rank lost.
+        """Publish this rank's failure, and return the error that this rank reports.
 
-        Takes a few seconds. Repeated calls return the same error.
+        If this rank only lost a peer, the returned error is the first failure of the run. Takes a few seconds. Repeated
+        calls return the same error.
         """
         if self._answer is None or self._answer[0] is not error:
             self._answer = error, self._explain(error)
@@ -222,7 +237,7 @@ class FailureReporter:
         return LostPeerError(f"{first}\n{me} needs it, and ends too", lost.peer)
 
     def _hung(self, error: HangError) -> Exception:
-        """Error that names the rank that hangs; `error` itself if this rank's peer hangs or nothing else is known."""
+        """Error that names the hanging rank; `error` itself if this rank's peer hangs, or if nothing else is known."""
         failure = self._first_failure
         hangs = failure.who_hangs(self._rank, error.peer)
         if hangs is not None:

@@ -1,4 +1,4 @@
-"""Communication between the hosts of ranks, for runs whose main process group carries device tensors only."""
+"""Communication between hosts over gloo, for runs whose default process group carries device tensors only."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ from nxtrain.common.process.placement import Placement
 from nxtrain.common.text import indented
 
 SHOWN_DIGITS = 12
-"""Digits of a graph's hash in messages, as many as `nxtrain graphs` shows."""
+"""Digits of a graph's hash in messages; `nxtrain graphs` shows the same number."""
 
 SOONER = 0.9
-"""Share of the time limit within which a missing rank cannot be late, and therefore is gone."""
+"""Share of the timeout before which a failed barrier means a dead rank instead of a late one."""
 
 _MISSING = re.compile(r"\b[Rr]anks? (\d+(?:, \d+)*) failed to pass")
 
 
 class HostGroup:
-    """A gloo process group of all ranks. Every rank makes a group, with the same calls in the same order."""
+    """A gloo process group of all ranks for barriers and comparisons.
+
+    Every rank makes the same calls in the same order.
+    """
 
     def __init__(self, hang_timeout_s: float) -> None:
         self._timeout = timedelta(seconds=hang_timeout_s)
@@ -37,13 +40,13 @@ class HostGroup:
         self._alike: dist.ProcessGroup = group
 
     def compare_among(self, axis: Axis) -> None:
-        """Limit later comparisons of graphs to the ranks of this rank's group of an axis, which run the same graphs."""
+        """Limit later calls of `compare` to this rank's group of an axis, whose ranks run the same graphs."""
         ranks = [list(group) for group in axis.groups]
         with without_greetings():
             self._alike, _ = dist.new_subgroups_by_enumeration(ranks, timeout=self._timeout, backend="gloo")
 
     def barrier(self, work: str = "a barrier") -> None:
-        """Wait until every rank has called `barrier`."""
+        """Wait until every rank has called `barrier`; `work` names the barrier in error messages."""
         self._meet(self.group, work)
 
     def _meet(self, group: dist.ProcessGroup, work: str) -> None:
@@ -60,22 +63,22 @@ class HostGroup:
                 raise HangError(
                     f"some ranks are missing at {work}, where the others wait for {limit_s:g} seconds, as long as "
                     f"recovery.hang_timeout_s allows while graphs compile: {reason}{nodes}. A missing rank "
-                    "died, or does other work than the rest; its own last lines say more"
+                    "crashed, or runs other work than the rest; the last lines of its log show more"
                 ) from error
             # gloo's error is the same for a rank that is gone.
-            gone, first = "a rank that this one works with is", None
+            gone, first = "another rank of this rank's process group is", None
             if missing:
                 gone, first = f"rank {missing[0]}{nodes} is", missing[0]
             if len(missing) > 1:
                 gone = f"ranks {spans(missing)}{nodes} are"
             raise LostPeerError(
-                f"{gone} gone, which the others wait for at {work}: {reason}. It died, or left early; its own last "
-                "lines say why",
+                f"{gone} gone, which the others wait for at {work}: {reason}. Its process crashed or exited early; "
+                "the last lines of its log show why",
                 first,
             ) from error
 
     def compare(self, work: str, graph: str) -> None:
-        """Check that all ranks with the same program run the same graph next; the first rank reports differences."""
+        """Check that all ranks with the same program run the same graph next; the first rank reports any difference."""
         self._meet(self._alike, f"the comparison of graphs in {work}")
         members = dist.get_process_group_ranks(self._alike)
         graphs: list[tuple[str, str]] = [("", "")] * len(members)
@@ -88,7 +91,12 @@ class HostGroup:
 
 
 def disagreement(graphs: Mapping[int, tuple[str, str]], world: int) -> str:
-    """Message about differences in the work and graph hash of ranks, ascending; empty if the ranks agree."""
+    """Error message for ranks whose next graphs differ; empty if all ranks agree.
+
+    Args:
+        graphs: Section of work and graph hash of each rank, ranks ascending.
+        world: Number of ranks of the run.
+    """
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for rank, seen in graphs.items():
         ranks_of.setdefault(seen, []).append(rank)
@@ -111,7 +119,7 @@ def disagreement(graphs: Mapping[int, tuple[str, str]], world: int) -> str:
 
 
 def in_world(text: str, members: Sequence[int]) -> str:
-    """Message of torch, such as `Ranks 1, 2`, with a group's ranks replaced by global ranks."""
+    """Replace group ranks by global ranks in a message of torch, such as `Ranks 1, 2`."""
 
     def renumber(match: re.Match[str]) -> str:
         return match[1] + ", ".join(str(members[int(number)]) for number in match[2].split(", "))

@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks through the store of `torch.distributed`, with an explanation of each failure."""
+"""Rendezvous of the ranks through a TCP store of `torch.distributed`, with an explanation of each failure."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from nxtrain.common.process.placement import Placement
 from nxtrain.common.text import listed
 
 LATE_S = 1.0
-"""Seconds beyond the limit for an attempt to reach the store; torch's own attempt may never end."""
+"""Seconds beyond the timeout to wait for a connection attempt, since torch's own attempt may never end."""
 
 
 def meet(rank: int, world: int, timeout: timedelta, rejoined: int = 0) -> Store:
-    """Wait for all ranks, and return the store of this start at the address in torchrun's variables.
+    """Wait until all ranks have joined the rendezvous, and return the store of this start.
 
-    An agent of torch keeps one store for all starts, with entries of earlier starts, such as addresses of ranks that
-    are gone. On one machine, the agent's count of restarts separates the starts. On several machines the counts may
-    differ, and `nxtrain.launch.torchrun` makes a store for each start.
+    The address of the store is in torchrun's variables MASTER_ADDR and MASTER_PORT.
+
+    torchrun's agent keeps one store for all starts, which still has entries of earlier starts, such as addresses of
+    dead ranks. On one machine, the agent's restart count separates the starts. On several machines the restart counts
+    may differ, so `nxtrain.launch.torchrun` makes a new store for each start.
 
     Args:
-        rejoined: Times that this process has met the others again, in starts that the agent counts as restarts.
+        rejoined: Number of times that this process has rejoined the run. The agent counts each as a restart.
 
     Source: torch 2.9, torch/distributed/elastic/rendezvous/dynamic_rendezvous.py.
     """
@@ -49,12 +51,12 @@ def meet(rank: int, world: int, timeout: timedelta, rejoined: int = 0) -> Store:
 
 
 def store_of_start(store: Store, start: int) -> Store:
-    """Part of an agent's store for one start, whose number is the agent's count of restarts."""
+    """Part of the agent's store for one start; `start` is the agent's restart count."""
     return PrefixStore(f"nxtrain/start/{start}", store)
 
 
 def connect(host: str, port: int, rank: int, timeout: timedelta) -> Store:
-    """Connect to the store at an address; without an agent of torch, rank 0 makes the store."""
+    """Connect to the TCP store at an address. Without an agent of torchrun, rank 0 creates the store."""
     is_agents = Placement.read().uses_agents_store
     makes = rank == 0 and not is_agents
     # No count of ranks to wait for: `_refusal` waits instead, and names the missing ranks.
@@ -62,7 +64,7 @@ def connect(host: str, port: int, rank: int, timeout: timedelta) -> Store:
 
 
 def _within(timeout: timedelta, host: str, port: int, rank: int) -> Store:
-    """Connect in a thread, which is abandoned at the time limit."""
+    """Connect to the store in a thread, which is abandoned at the timeout."""
     stores: list[Store] = []
     failed: list[Exception] = []
 
@@ -84,10 +86,10 @@ def _within(timeout: timedelta, host: str, port: int, rank: int) -> Store:
 
 
 def _probe(host: str, port: int) -> str:
-    """Text about an address without a store: another program, no listener, or an unknown name."""
+    """Describe an address at which no store answers: another program, no listener, or an unknown host name."""
     try:
         with socket.create_connection((host, port), timeout=LATE_S):
-            return "something listens there that is no store of torch, so that another program has the port"
+            return "something listens there that is no store of torch, so another program uses the port"
     except socket.gaierror:
         return f"the name {host} does not resolve on this machine"
     except (OSError, OverflowError) as error:
@@ -95,7 +97,7 @@ def _probe(host: str, port: int) -> str:
 
 
 def _refusal(store: Store, rank: int, world: int, timeout: timedelta) -> str:
-    """Wait for all ranks; return the reason why the rendezvous fails, empty if it succeeds."""
+    """Wait for all ranks; return the reason why the rendezvous fails, or an empty string if it succeeds."""
     there, _, other = store.compare_set("nxtrain/world", "", f"{world} rank {rank}").decode().partition(" ")
     if int(there) != world:
         text = (
@@ -116,8 +118,8 @@ def _refusal(store: Store, rank: int, world: int, timeout: timedelta) -> str:
         shown = listed(missing) + Placement.read().on_nodes(missing)
         return (
             f"{len(missing)} of {world} ranks did not come within recovery.hang_timeout_s="
-            f"{timeout.total_seconds():g} seconds: {shown}. See what these say themselves, and that every "
-            "machine of the run was started"
+            f"{timeout.total_seconds():g} seconds: {shown}. See the logs of these ranks, and check that "
+            "every machine of the run was started"
         )
     return "" if text == "none" else text
 
@@ -126,6 +128,6 @@ def _no_way(why: str) -> BackendError:
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return BackendError(
         f"cannot meet the other ranks at MASTER_ADDR:MASTER_PORT={where}: {why}. "
-        "It must name the first machine as all others know it, and a port that they reach and nothing else uses; "
+        "MASTER_ADDR must be an address of the first machine that all others reach, and MASTER_PORT a free port; "
         "torchrun and nxtrain launch set both"
     )

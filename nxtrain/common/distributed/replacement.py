@@ -1,8 +1,8 @@
-"""Replacement of lost ranks: survivors keep their processes, and meet the replacements in the next start.
+"""Replacement of lost ranks: surviving ranks keep their processes, and join the replacements in the next start.
 
-The agent's store outlives every rank. Survivors of start n report there, and leave their process groups. Once all
-living ranks have reported, the agent starts the lost ranks again, and announces start n + 1. All ranks then meet as
-after any restart. A start's number is the agent's count of restarts.
+The agent's store outlives every rank. Survivors of start n report to the store, and leave their process groups. Once
+all living ranks have reported, the agent launches the lost ranks again, and announces start n + 1. All ranks then
+rendezvous as after any restart. The number of a start is the agent's restart count.
 
 Source: torch 2.9, `_abort_process_group` in torch/distributed/distributed_c10d.py, which ends all waits of a process.
 """
@@ -24,25 +24,25 @@ from nxtrain.common.distributed.rendezvous import connect
 from nxtrain.common.process.placement import Placement
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""Variable with the number of the start, which torch's agent sets."""
+"""Environment variable with the number of the start, set by torchrun's agent."""
 
 REPORT_S = 30.0
-"""Seconds in which all living ranks report a loss; a rank notices the loss in its next collective."""
+"""Seconds within which all living ranks report a lost rank. A rank notices the loss in its next collective."""
 
 ANNOUNCE_S = 2 * REPORT_S
-"""Seconds in which a survivor expects the announcement."""
+"""Seconds for which a survivor waits for the agent to announce the next start."""
 
 LOOK_S = 0.02
 
 WRITING_S = 10.0
-"""Seconds for the write of a checkpoint to end, which has lost its peers."""
+"""Seconds to wait for the end of a checkpoint write that has lost its peers."""
 
 WRITER = "nxtrain-checkpoint"
-"""Name of the thread that writes a checkpoint."""
+"""Name of the thread that writes checkpoints."""
 
 
 class Replacement:
-    """Agreement of the agent and the survivors of a start on the next start.
+    """Messages between the agent and the surviving ranks of a start, in the store, about the next start.
 
     Every method raises a RuntimeError once the store is gone.
     """
@@ -51,38 +51,38 @@ class Replacement:
         self._store = PrefixStore(f"nxtrain/replacement/{start}", store)
 
     def report(self, rank: int) -> None:
-        """Report that a rank has lost a peer, keeps its state, and waits for the next start."""
+        """Report that `rank` has lost a peer, keeps its state in memory, and waits for the next start."""
         self._store.set(f"survivor/{rank}", "")
 
     def have_reported(self, ranks: Collection[int]) -> bool:
-        """True if all of some ranks have reported."""
+        """True if all the given ranks have called `report`."""
         return bool(self._store.check([f"survivor/{rank}" for rank in ranks]))
 
     def refuse(self) -> None:
-        """Refuse a replacement in this start: the state in the memory of the ranks cannot be trusted."""
+        """Refuse to replace lost ranks in this start, since the state in the memory of the ranks cannot be trusted."""
         self._store.set("refused", "")
 
     def is_refused(self) -> bool:
-        """True if a rank has refused a replacement."""
+        """True if any rank has called `refuse`."""
         return bool(self._store.check(["refused"]))
 
     def announce(self) -> None:
-        """Announce the next start, for which the lost ranks are started again."""
+        """Announce the next start, in which the agent launches the lost ranks again."""
         self._store.set("next", "")
 
     def is_announced(self) -> bool:
-        """True once the next start is announced."""
+        """True once the agent has announced the next start."""
         return bool(self._store.check(["next"]))
 
 
 def open_replacement(rejoined: int) -> Replacement | None:
-    """Agreement of this rank's start; None: no agent's store outlives the ranks of this start.
+    """Connect to the `Replacement` of this rank's start; None if no store of an agent outlives the ranks.
 
     Args:
-        rejoined: Times that this process has met the other ranks again.
+        rejoined: Number of times that this process has rejoined the run.
 
     Raises:
-        DistError: The store is gone.
+        DistError: The store is unreachable.
     """
     placement = Placement.read()
     if not (placement.is_only_agent and placement.uses_agents_store):
@@ -93,7 +93,11 @@ def open_replacement(rejoined: int) -> Replacement | None:
 
 
 def refuse(rejoined: int) -> None:
-    """Refuse a replacement of lost ranks in this start, whose state in memory cannot be trusted."""
+    """Refuse to replace lost ranks in this start, since the state in memory cannot be trusted.
+
+    Args:
+        rejoined: Number of times that this process has rejoined the run.
+    """
     with suppress(DistError):
         replacement = open_replacement(rejoined)
         if replacement is not None:
@@ -101,22 +105,22 @@ def refuse(rejoined: int) -> None:
 
 
 def end_waits() -> None:
-    """Abort the process groups after the loss of a peer, so that no thread and no device waits in a group any longer.
+    """Abort all process groups after the loss of a peer, so that neither threads nor devices wait in a collective.
 
-    Tensors of the device can be read only then.
+    Device tensors can be read only after this call.
     """
     if dist.is_initialized():
         dist.distributed_c10d._abort_process_group()
 
 
 def rejoin(rejoined: int) -> bool:
-    """Leave the aborted process groups, and wait for the next start.
+    """Leave the aborted process groups, and wait for the agent to announce the next start.
 
     Args:
-        rejoined: Times that this process has met the other ranks again.
+        rejoined: Number of times that this process has rejoined the run.
 
     Returns:
-        True if this process goes on as a rank of the next start; False if it must end.
+        True if this process continues as a rank of the next start; False if the process must end.
     """
     gc.collect()  # a process group of gloo leaves its peers once nothing refers to the group
     for thread in threading.enumerate():
@@ -140,7 +144,7 @@ def rejoin(rejoined: int) -> bool:
 
 
 def without_stacks(error: Exception) -> Exception:
-    """The error, without the stacks of the error and of its causes."""
+    """Remove the tracebacks of an error and of all its causes in place, and return the error."""
     causes: list[BaseException] = [error]
     while causes:
         cause = causes.pop()

@@ -1,6 +1,6 @@
-"""Atomic writes: a file is written as a hidden draft next to its name, and renamed once complete.
+"""Atomic file writes: content goes to a hidden temporary file, the draft, which is renamed once it is complete.
 
-A reader sees the old content or the new content. A process that is killed leaves a draft, which no reader opens.
+A reader sees either the old or the new content. A killed process leaves a draft file behind, which no reader opens.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _DRAFT = re.compile(r"\..+\.(draft|[0-9a-f]{32})")
 
 @contextmanager
 def replacing(path: Path, *, durable: bool, shared: bool = False) -> Iterator[Path]:
-    """Draft of a file, which is renamed to the file when the context ends, and deleted when the context fails.
+    """Context with the path of a draft file, which replaces `path` at the end, or is deleted after an error.
 
     Args:
-        path: The file; its folder exists.
-        durable: Sync the content to the disk before the rename, and the name after the rename.
-        shared: Several processes may write the file at once, so that each draft has a unique name, which stays if the
-            process is killed. Otherwise the next write replaces the draft of a killed process.
+        path: The file to write; its folder must exist.
+        durable: Sync the content to the disk before the rename, and the folder after the rename.
+        shared: Several processes may write the file at once, so each draft gets a unique name. The draft of a killed
+            process then remains. Otherwise the next write overwrites that draft.
     """
     suffix = "draft"
     if shared:
@@ -42,18 +42,18 @@ def replacing(path: Path, *, durable: bool, shared: bool = False) -> Iterator[Pa
 
 
 def replace_bytes(path: Path, content: bytes, *, durable: bool, shared: bool = False) -> None:
-    """Write a file, or replace it; see `replacing`."""
+    """Write bytes to a file atomically, creating or replacing the file; see `replacing`."""
     with replacing(path, durable=durable, shared=shared) as draft:
         draft.write_bytes(content)
 
 
 def replace_text(path: Path, text: str, *, durable: bool, shared: bool = False) -> None:
-    """Write a text in UTF-8, or replace it; see `replacing`."""
+    """Write a text in UTF-8 to a file atomically, creating or replacing the file; see `replacing`."""
     replace_bytes(path, text.encode(), durable=durable, shared=shared)
 
 
 def clear_drafts(folder: Path) -> None:
-    """Delete the drafts that killed processes left in a folder; no other process may write there."""
+    """Delete the draft files of killed processes in a folder. No other process may write in the folder meanwhile."""
     for path in folder.glob(".*"):
         if _DRAFT.fullmatch(path.name):
             with suppress(OSError):  # an unwritable folder is reported by the next write

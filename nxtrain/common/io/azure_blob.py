@@ -1,4 +1,4 @@
-"""Azure Blob Storage, by azure-storage-blob."""
+"""Client of Azure Blob Storage, based on azure-storage-blob."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from nxtrain.common.io.bucket import BucketService, Cause, Stat, VerifiedStream,
 from nxtrain.common.io.checksummed_file import FileDigest, transferred
 
 _PART_BYTES = 16 << 20
-"""Bytes of a block of an upload, which are in memory; the service allows 50,000 blocks."""
+"""Bytes of each block of an upload, held in memory. The service allows 50,000 blocks per object."""
 _RECEIVED_BYTES = 4 << 20
-"""Bytes of one response of a download, after which progress is counted."""
+"""Bytes of one response of a download. Progress is counted after each response."""
 _DELETE = 256
-"""Most names of one delete request, by the service's rules."""
-# Lowest HTTP status of server errors; of too many requests; of a request that took too long.
+"""Maximum number of names in one delete request, a limit of the service."""
+# HTTP statuses: lowest of server errors, too many requests, request timeout.
 _FAILURE = 500
 _TOO_MANY = 429
 _TIMEOUT = 408
@@ -27,9 +27,9 @@ _ACCEPTED, _ABSENT = 202, 404
 
 
 class BlobStorage(BucketService):
-    """A container of Azure Blob Storage, with the variables of Azure's command `az storage`.
+    """A container of Azure Blob Storage, configured by the environment variables of the `az storage` command.
 
-    These are AZURE_STORAGE_CONNECTION_STRING; or AZURE_STORAGE_ACCOUNT with AZURE_STORAGE_KEY or
+    The variables are AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT with AZURE_STORAGE_KEY or
     AZURE_STORAGE_SAS_TOKEN. With the account alone, azure-identity finds a login or the machine's identity.
     """
 
@@ -60,8 +60,8 @@ class BlobStorage(BucketService):
             return
         account = os.environ.get("AZURE_STORAGE_ACCOUNT")
         if not account:
-            way_out = "set AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT and the right to use it"
-            raise BackendError(f"{address}: its storage account is not named; {way_out}")
+            way_out = "set AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT with a key or a login"
+            raise BackendError(f"{address}: no storage account is given; {way_out}")
         credential: Any = os.environ.get("AZURE_STORAGE_KEY") or os.environ.get("AZURE_STORAGE_SAS_TOKEN")
         if not credential:
             from azure.identity import DefaultAzureCredential

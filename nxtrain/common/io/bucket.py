@@ -1,6 +1,6 @@
-"""Addresses in object storage, `s3://`, `gs://` and `az://`, and the requests that every service answers.
+"""Object storage addresses `s3://`, `gs://` and `az://`, and the interface of the clients for these services.
 
-Services are `nxtrain.common.io.s3`, `gcs` and `azure_blob`. Each imports its vendor's client at the first request.
+The clients are `nxtrain.common.io.s3`, `gcs` and `azure_blob`. Each imports its vendor's library at the first request.
 """
 
 from __future__ import annotations
@@ -24,28 +24,30 @@ _SERVICES = {
     "gs": "nxtrain.common.io.gcs:CloudStorage",
     "az": "nxtrain.common.io.azure_blob:BlobStorage",
 }
-"""Class of each scheme: Amazon S3, Google Cloud Storage, Azure Blob Storage."""
+"""Client class of each address scheme: Amazon S3, Google Cloud Storage, Azure Blob Storage."""
 
 PIECE_BYTES = 1 << 16
-"""Bytes of a response that are received at once, so that progress of a slow transfer is counted."""
+"""Bytes of a response received at once. Progress of a slow transfer is counted after each piece."""
 
 Cause = Literal["absent", "replaced", "passing", "refused"]
-"""Reason of a failed request.
+"""Reason of a failed storage request.
 
-No such object; another version than the request names; a failure of the server or the network, after which the same
-request may succeed; or a request that never will.
+- `absent`: there is no such object.
+- `replaced`: the object has another version than the request asks for.
+- `passing`: the server or the network failed, so the same request may succeed later.
+- `refused`: the same request will never succeed.
 """
 
 
 class Stat(NamedTuple):
-    """Length of an object, and the service's identity of its content."""
+    """Length of an object in bytes, and the service's version tag of its content."""
 
     num_bytes: int
     tag: str
 
 
 class BucketPath(str):
-    """An address in object storage, `s3://bucket/prefix/name`, with the methods of `Path` that are needed."""
+    """An address in object storage, `s3://bucket/prefix/name`, with the `pathlib.Path` methods that nxtrain needs."""
 
     _service: BucketService | None = None
 
@@ -55,7 +57,7 @@ class BucketPath(str):
         return inner
 
     def __reduce__(self) -> tuple[type[BucketPath], tuple[str]]:
-        """Pickled form, without the client, since each rank opens a client."""
+        """Pickle support without the client, since each rank opens its own client."""
         return BucketPath, (str(self),)
 
     @property
@@ -65,7 +67,7 @@ class BucketPath(str):
 
     @property
     def bucket(self) -> str:
-        """Name of the bucket, which Azure calls a container."""
+        """Name of the bucket (Azure: container)."""
         bucket = self.partition("://")[2].partition("/")[0]
         if not bucket:
             raise ConfigError(f"{self} names no bucket; write {scheme_of(self)}://BUCKET/PREFIX")
@@ -73,19 +75,19 @@ class BucketPath(str):
 
     @property
     def key(self) -> str:
-        """Name of the object or the prefix in its bucket; may be empty."""
+        """Key of the object or prefix inside its bucket; may be empty."""
         return self.partition("://")[2].partition("/")[2].strip("/")
 
     @property
     def service(self) -> BucketService:
-        """Client of the service, opened at the first use."""
+        """Client of the storage service, opened at the first use."""
         if self._service is None:
             module, _, name = _SERVICES[scheme_of(self)].partition(":")
             self._service = getattr(import_module(module), name)(self)
         return self._service
 
     def read_bytes(self) -> bytes:
-        """Whole content."""
+        """Read the whole content of the object."""
         with self.service.explained(self, reads_object=True):
             return self.service.read(self.key)
 
@@ -97,16 +99,16 @@ class BucketPath(str):
             return False
 
     def stat(self) -> Stat:
-        """Length and tag of the object."""
+        """Length and version tag of the object."""
         with self.service.explained(self, reads_object=True):
             return self.service.stat(self.key)
 
 
 class BucketService(ABC):
-    """Requests to a bucket. Methods raise the errors of the vendor's client, which `explained` translates.
+    """Client of one bucket. Methods raise the errors of the vendor's library, which `explained` translates.
 
     Attributes:
-        extra: Extra of nxtrain that installs the client.
+        extra: Extra of the nxtrain package that installs the vendor's library.
     """
 
     extra: str
@@ -124,59 +126,60 @@ class BucketService(ABC):
 
     @abstractmethod
     def vendor_errors(self) -> tuple[type[Exception], ...]:
-        """Import the vendor's client, and return the classes of its errors."""
+        """Import the vendor's library, and return its error classes."""
 
     @abstractmethod
     def open(self, address: str) -> None:
-        """Open the client, with the settings that the vendor's own tools read."""
+        """Open the vendor's client, with the settings that the vendor's own command line tools read."""
 
     @abstractmethod
     def cause(self, error: Any) -> Cause:
-        """Classify an error of the vendor's client."""
+        """Classify an error of the vendor's library."""
 
     @abstractmethod
     def stat(self, key: str) -> Stat:
-        """Length and tag of an object."""
+        """Length and version tag of an object."""
 
     @abstractmethod
     def read(self, key: str) -> bytes:
-        """Whole content of an object."""
+        """Read the whole content of an object."""
 
     @abstractmethod
     def read_range(self, key: str, tag: str, view: memoryview, start: int) -> int:
-        """Read bytes of the version with a tag, from `start` on, into a view; return their number."""
+        """Read bytes from offset `start` into a view, if the object still has version `tag`; return their number."""
 
     @abstractmethod
     def sizes(self, prefix: str) -> dict[str, int]:
-        """Length of every object whose key begins with a prefix, by key."""
+        """Length in bytes of every object whose key begins with `prefix`, by key."""
 
     @abstractmethod
     def put(self, key: str, content: bytes) -> None:
-        """Write a small object, or replace it; the service verifies a checksum."""
+        """Write a small object, creating or replacing it; the service verifies a checksum."""
 
     @abstractmethod
     def upload(self, key: str, content: VerifiedStream, stored: FileDigest) -> None:
-        """Write a large object in parts, or replace it; the service verifies checksums of what arrives."""
+        """Write a large object in parts, creating or replacing it; the service verifies checksums."""
 
     @abstractmethod
     def download(self, key: str, target: Path) -> None:
-        """Write the content of an object into a file."""
+        """Download an object into a file."""
 
     @abstractmethod
     def delete(self, keys: list[str]) -> None:
-        """Delete objects; absent ones are not an error."""
+        """Delete objects; an absent object is not an error."""
 
     @contextmanager
     def explained(self, address: str, *, reads_object: bool = False) -> Iterator[None]:
-        """Translate the vendor's errors within this context into errors of nxtrain.
+        """Context that translates errors of the vendor's library into errors of nxtrain.
 
         Args:
-            reads_object: The request needs an object; for others, the bucket is absent.
+            reads_object: The request reads an object. For other requests, an `absent` error means that the bucket is
+                absent.
 
         Raises:
             FileNotFoundError: There is no such object.
             DamagedError: The object has been replaced.
-            StorageError: The service does not answer as it should.
+            StorageError: The service or the network failed.
             BackendError: The service refuses the request.
         """
         try:
@@ -188,7 +191,7 @@ class BucketService(ABC):
             if cause == "replaced":
                 raise DamagedError(address, "another version has taken its place since it was opened") from error
             if cause == "passing":
-                way_out = "the storage does not answer as it should, start again when it does"
+                way_out = "the storage service does not respond properly, start again when it does"
                 raise StorageError(f"{address}: {error}; {way_out}") from error
             hint = "check the bucket's name, and your access with"
             bucket = f"{scheme_of(address)}://{self.bucket}/"
@@ -196,10 +199,10 @@ class BucketService(ABC):
 
 
 class VerifiedStream(io.RawIOBase):
-    """Readable stream of a file's verified blocks, for a vendor's client.
+    """Readable stream of a file's checksummed blocks, passed to a vendor's upload function.
 
-    The stream says that seeking is impossible, so that clients read in order and hold a part in memory. Google's client
-    seeks all the same, when the server has lost a part.
+    The stream declares itself unseekable, so that clients read in order and hold one part in memory. Google's client
+    still seeks if the server has lost a part.
     """
 
     def __init__(self, reader: ChecksummedReader, stored: FileDigest) -> None:
@@ -223,7 +226,7 @@ class VerifiedStream(io.RawIOBase):
         return self._position
 
     def read(self, size: int | None = -1) -> bytes:
-        """Read exactly `size` bytes, fewer only at the end."""
+        """Read exactly `size` verified bytes of the file, fewer only at its end."""
         if size is None or size < 0:
             size = 1 << 62
         content = bytearray()
@@ -240,7 +243,7 @@ class VerifiedStream(io.RawIOBase):
 
 
 def receive(pieces: Iterable[bytes], view: memoryview) -> int:
-    """Fill a view with the pieces of a response, and count them as progress."""
+    """Copy the pieces of a response into a view, count them as progress, and return the number of bytes."""
     received = 0
     for piece in pieces:
         view[received : received + len(piece)] = piece

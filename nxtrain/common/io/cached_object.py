@@ -1,11 +1,11 @@
-"""An object of a bucket in a sparse file on this node's disk, which gets each block at its first read.
+"""Local cache of an object in object storage: a sparse file on the node's disk, filled block by block at first read.
 
-An index next to the file has the checksum of every block in the file, and 0 for every other block. A block is written
-before its checksum, and used only if both match. A kill between the two writes, or bytes that the disk loses, cost only
-another request. All processes of a node share both files. A lock on a block's entry in the index lets one process fetch
-the block while the others wait.
+An index file has the checksum of every cached block, and 0 for every other block. A block is
+written before its checksum, and is used only if both match. A kill between the two writes, or bytes that the disk
+loses, cost only another request. All processes of a node share both files. A lock on a block's index entry lets one
+process fetch the block while the others wait.
 
-Every request names the version of the object, so that all blocks are of one version. Another version has other files.
+Every request names the version of the object, so all blocks are of one version. Another version has other files.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from nxtrain.common.io.bucket import BucketPath
 from nxtrain.common.io.object_store import BucketSource
 
 BLOCK_BYTES = 1 << 16
-"""Bytes of a block, the least that a request brings, also for a shorter document."""
+"""Bytes of a cached block, the smallest amount that a request fetches."""
 
 RUN_BLOCKS = 32
-"""Most adjacent blocks of one request, which bounds the memory of a reader."""
+"""Maximum number of adjacent blocks that one request fetches, which bounds the memory of a reader."""
 
 _AHEAD = 16
-"""Most concurrent reads ahead; a request takes tens of milliseconds, whatever its size."""
+"""Maximum number of concurrent prefetches. A request takes tens of milliseconds, whatever its size."""
 
 _RESERVE_BYTES = 1 << 30
-"""Free bytes that the cache leaves on its disk."""
+"""Bytes of disk space that the cache leaves free."""
 
 _ENTRY = struct.Struct("<Q")
 
 
 class CachedObject:
-    """An object of a bucket, read through a file of this node; `tag` is the service's identity of the content."""
+    """An object of a bucket, read through a cache file on this node's disk. `tag` is the version tag of the object."""
 
     def __init__(self, address: BucketPath, folder: Path) -> None:
         self._source = BucketSource(address)
@@ -59,11 +59,11 @@ class CachedObject:
             folder / f"{_digest(address)}.{_digest(self.tag, self.num_bytes)}.{end}" for end in ("blocks", "index")
         ]
         for old in folder.glob(f"{_digest(address)}.*"):
-            if old not in files:  # of an earlier version; a process that still reads them has them open
+            if old not in files:  # files of an earlier version; a process that still reads them has them open
                 old.unlink(missing_ok=True)
         self._file = _opened(files[0], self.num_bytes)
         self._index = _opened(files[1], self._num_blocks * _ENTRY.size)
-        # Memory of untouched parts is not taken.
+        # The system allocates memory only for the parts of the array that are written.
         self._is_here = np.zeros(self._num_blocks, np.bool_)
         self._stores = True
         self._underway: set[int] = set()
@@ -71,7 +71,7 @@ class CachedObject:
         self._close = weakref.finalize(self, _close, self._file, self._index)
 
     def read(self, view: memoryview, start: int) -> int:
-        """Read bytes from `start` on into `view`; return their number, 0 at the end."""
+        """Read bytes from offset `start` into `view`; return their number, which is 0 at the end of the object."""
         view = view[: max(0, self.num_bytes - start)]
         for first, last in self._missing(start, start + len(view)):
             if self._stores:
@@ -83,12 +83,12 @@ class CachedObject:
         return os.preadv(self._file, [view], start)
 
     def ahead(self, read: Callable[..., object], *args: object) -> None:
-        """Call a function that reads, in another thread, so that its blocks are cached when they are needed."""
+        """Prefetch: call a reading function in another thread, so that its blocks are cached when they are needed."""
         if self._stores:
             self._pool.submit(read, *args)
 
     def close(self) -> None:
-        """Close the files, once no thread reads."""
+        """Close the cache files; no thread may still read."""
         self._close()
 
     @cached_property
@@ -98,7 +98,7 @@ class CachedObject:
         return pool
 
     def _missing(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Ranges of blocks between two bytes that this process has not seen in the file yet: first, last + 1."""
+        """Ranges (first, last + 1) of blocks between two byte offsets that this process has not found in the cache."""
         first = None
         if start >= stop:
             return
@@ -117,7 +117,7 @@ class CachedObject:
             yield first, end
 
     def _bring(self, first: int, last: int) -> None:
-        """Fetch adjacent blocks that no process of this node has fetched."""
+        """Cache adjacent blocks; fetch those that no process of this node has fetched yet."""
         with self._claimed(first, last):
             for block in range(first, last):
                 if not self._is_here[block]:
@@ -126,7 +126,7 @@ class CachedObject:
                 self._fetch(begin * BLOCK_BYTES, min(end * BLOCK_BYTES, self.num_bytes))
 
     def _fetch(self, start: int, stop: int) -> None:
-        """Fetch bytes from the bucket, and write them to this node's file."""
+        """Fetch a byte range from the bucket, and write it to the cache file."""
         content, done = memoryview(bytearray(stop - start)), 0
         while done < len(content):
             done += self._source.read(content[done:], start + done)
@@ -134,12 +134,12 @@ class CachedObject:
             self._store(content, start)
         except OSError as error:
             if self._stores:
-                what = f"WARNING: {self.name}: its blocks cannot be kept on this node: {error.strerror}"
+                what = f"WARNING: {self.name}: its blocks cannot be cached on this node: {error.strerror}"
                 print(f"{what}; every read is a request. Free space, or choose another data.cache_dir", file=sys.stderr)
             self._stores = False
 
     def _find(self, block: int) -> None:
-        """Record a block as cached if its bytes in the file match its checksum."""
+        """Mark a block as cached if its bytes in the cache file match its checksum."""
         (checksum,) = _ENTRY.unpack(os.pread(self._index, _ENTRY.size, block * _ENTRY.size))
         if not checksum:
             return
@@ -150,7 +150,7 @@ class CachedObject:
     def _store(self, content: memoryview, start: int) -> None:
         space = os.fstatvfs(self._file)
         if space.f_bavail * space.f_frsize < _RESERVE_BYTES + len(content):
-            raise OSError(errno.ENOSPC, f"its disk has less than {_RESERVE_BYTES >> 30} GiB free")
+            raise OSError(errno.ENOSPC, f"the disk has less than {_RESERVE_BYTES >> 30} GiB free")
         _write(self._file, content, start)
         blocks = [content[begin : begin + BLOCK_BYTES] for begin in range(0, len(content), BLOCK_BYTES)]
         entries = b"".join(_ENTRY.pack(xxh3_64_intdigest(block)) for block in blocks)
@@ -160,14 +160,14 @@ class CachedObject:
 
     @contextmanager
     def _claimed(self, first: int, last: int) -> Iterator[None]:
-        """Keep other threads and processes of this node from fetching the same blocks."""
+        """Hold locks of a range of blocks, so that no other thread or process of this node fetches them."""
         blocks = set(range(first, last))
         with self._changed:
             self._changed.wait_for(lambda: self._underway.isdisjoint(blocks))
             self._underway |= blocks
         length, offset = (last - first) * _ENTRY.size, first * _ENTRY.size
         try:
-            # Locks are of processes: a process in a circle of waits is refused, and fetches a block twice.
+            # File locks belong to processes. A lock that would deadlock is refused, and its block is fetched twice.
             with suppress(OSError):
                 fcntl.lockf(self._index, fcntl.LOCK_EX, length, offset)
             yield
@@ -184,7 +184,7 @@ def _digest(*parts: object) -> str:
 
 
 def _opened(path: Path, num_bytes: int) -> int:
-    """Open a file of a length for reading and writing, and make the file if no other process has."""
+    """Open a file of a given length for reading and writing; create the file if it is absent."""
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     os.ftruncate(file, num_bytes)
     return file

@@ -1,7 +1,7 @@
-"""Files whose damage is detected: written and read in blocks, each with its checksum, past the page cache.
+"""Reader and writer of files in checksummed blocks with direct I/O, so that damage is detected.
 
-One thread transfers a block while another computes the checksum of the next, so that the disk never waits. On a file
-system without direct access, such as tmpfs, blocks go through the page cache.
+One thread transfers a block while another computes the checksum of the next block, so that the disk never waits. On a
+file system without direct I/O, such as tmpfs, blocks go through the page cache.
 """
 
 from __future__ import annotations
@@ -30,57 +30,57 @@ from nxtrain.common.io.regular import NotRegularError, open_regular
 
 
 class TransferCounter:
-    """Count of bytes read, uploaded or downloaded by all threads; its growth distinguishes slow storage from a hang."""
+    """Counter of bytes read, uploaded or downloaded by all threads; its growth tells slow storage from a hang."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._num_bytes = 0
 
     def note(self, num_bytes: int) -> None:
-        """Add transferred bytes."""
+        """Add to the number of transferred bytes."""
         with self._lock:
             self._num_bytes += num_bytes
 
     def __call__(self) -> int:
-        """Return the number of bytes so far."""
+        """Number of bytes transferred so far."""
         return self._num_bytes
 
 
 transferred = TransferCounter()
-"""Bytes transferred by this process."""
+"""Counter of the bytes that this process has transferred."""
 
 
 BLOCK_BYTES = 1 << 24
-"""Bytes of a block: enough for a disk's or a network's full speed, and little compared with a model."""
+"""Bytes of a checksummed block: large enough for full disk or network speed, and small next to a model."""
 
 _SECTOR_BYTES = 4096
 _DEPTH = 4
-"""Blocks in memory: one block is filled or used, the others are transferred and checked."""
+"""Number of blocks in memory: one is filled or consumed while the others are transferred and checked."""
 _READERS = 2
-"""Reader threads: one thread computes a checksum while the other reads from the disk."""
+"""Number of reader threads: one computes a checksum while the other reads from the disk."""
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class FileDigest(BaseModel):
-    """Length and checksums of an undamaged file."""
+    """Length and block checksums of a file, as it was written."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     num_bytes: int
     block_bytes: int
-    """Length of each block but the last."""
+    """Bytes of each block; the last may be shorter."""
     xxh3: tuple[str, ...]
-    """XXH3 of each block, 64 bits in hexadecimal. XXH3 is as fast as memory, so it costs no bandwidth."""
+    """XXH3 checksum of each block, 64 bits in hexadecimal. XXH3 is as fast as memory, so it costs no bandwidth."""
 
     def block(self, index: int) -> tuple[int, int]:
-        """Offset of a block's first byte, and the offset after its last."""
+        """Byte offsets of the begin and the end of a block in the file."""
         start = index * self.block_bytes
         return start, min(start + self.block_bytes, self.num_bytes)
 
 
 class ChecksummedWriter:
-    """Sequential writer of a new file, synced to the disk by `close`."""
+    """Sequential writer of a new file in checksummed blocks; `close` syncs the file to the disk."""
 
     def __init__(self, path: Path) -> None:
         self._file, self._direct = _open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -93,7 +93,12 @@ class ChecksummedWriter:
         self._checksums: list[str] = []
 
     def write(self, data: memoryview, *, stays: bool = False) -> None:
-        """Append bytes; bytes that stay unchanged until `close` are written without a copy."""
+        """Append bytes to the file.
+
+        Args:
+            data: The bytes.
+            stays: The bytes stay unchanged until `close`, so that whole aligned blocks are written without a copy.
+        """
         rest = np.frombuffer(data, np.uint8)
         while len(rest):
             is_block = stays and not self._filled and len(rest) >= BLOCK_BYTES
@@ -112,7 +117,7 @@ class ChecksummedWriter:
                 self._flush()
 
     def close(self) -> FileDigest:
-        """Sync the file to the disk, and return its digest."""
+        """Sync the file to the disk, and return its length and checksums."""
         self._flush()
         while self._underway:
             self._await()
@@ -135,7 +140,7 @@ class ChecksummedWriter:
             self._block, self._filled = None, 0
 
     def _send(self, block: memoryview, length: int, buffer: mmap.mmap | None = None) -> None:
-        """Write `length` bytes of a block in the background; this writer's `buffer` is reused afterwards."""
+        """Write the first `length` bytes of a block in the background; `buffer`, if given, is reused afterwards."""
         self._underway.append((self._disk.submit(self._transfer, block, self._num_bytes, length), buffer))
         self._checksums.append(xxh3_64_hexdigest(block[:length]))
         self._num_bytes += length
@@ -166,7 +171,7 @@ class ChecksummedWriter:
 
 
 class ByteSource(Protocol):
-    """Bytes of a file on any storage."""
+    """Readable bytes of a file on any storage."""
 
     @property
     def name(self) -> Path | str:
@@ -174,17 +179,17 @@ class ByteSource(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Length of the file."""
+        """Length of the file in bytes."""
 
     def read(self, view: memoryview, start: int) -> int:
-        """Read bytes from `start` on into `view`, perhaps fewer than fit; return their number, 0 at the end."""
+        """Read bytes from offset `start` into `view`, perhaps fewer than fit; return their number, 0 at the end."""
 
     def close(self) -> None:
         """Close the file."""
 
 
 class FileSource:
-    """A file on a disk."""
+    """A file on a local or shared disk, read with direct I/O where possible."""
 
     def __init__(self, path: Path) -> None:
         self.name = path
@@ -195,7 +200,7 @@ class FileSource:
         self.num_bytes = os.fstat(self._file).st_size
 
     def read(self, view: memoryview, start: int) -> int:
-        """Read bytes; see `ByteSource.read`."""
+        """Read bytes into a view; see `ByteSource.read`."""
         try:
             count = unsteady.read(lambda: self._read(view, start), self.name)
         except OSError as error:
@@ -218,14 +223,15 @@ class FileSource:
 
 
 class ChecksummedReader:
-    """Reader of a file's blocks, which verifies each block, with other copies of the file as fallbacks.
+    """Reader that verifies each block of a file, and falls back to other copies of the file for damaged blocks.
 
     Args:
-        copies: The file; or functions that open its copies, the nearest first. A copy is opened only if all copies
-            before are damaged.
+        copies: Path of the file, or functions that open its copies, the nearest first. A copy is opened only if all
+            earlier copies are damaged.
+        stored: Length and checksums of the undamaged file.
 
     Attributes:
-        damage: Damage in copies, which content of a later copy has replaced.
+        damage: Errors of damaged copies.
     """
 
     def __init__(self, copies: Path | Sequence[Callable[[], ByteSource]], stored: FileDigest) -> None:
@@ -240,9 +246,9 @@ class ChecksummedReader:
             raise self.damage[-1]
 
     def blocks(self, wanted: Sequence[int]) -> Iterator[tuple[int, memoryview]]:
-        """Iterate over some blocks, in the order given, as pairs of offset in the file and content.
+        """Iterate over the blocks with the given indices, as pairs of offset in the file and verified content.
 
-        A content is valid until the next iteration.
+        A content is valid only until the next iteration.
         """
         pool = ThreadPoolExecutor(_READERS, thread_name_prefix="nxtrain-read")
         free = deque(aligned_memory(self._stored.block_bytes) for _ in range(min(_DEPTH, len(wanted))))
@@ -270,7 +276,7 @@ class ChecksummedReader:
             source.close()
 
     def _has(self, number: int) -> bool:
-        """True if more than `number` copies have the right length; copies are opened one by one for the answer."""
+        """True if more than `number` copies have the expected length. Further copies are opened as needed."""
         with self._opening:
             while len(self._sources) <= number and self._unopened:
                 with suppress(DamagedError):
@@ -313,7 +319,7 @@ class ChecksummedReader:
 
 
 def digest_of(path: Path) -> FileDigest:
-    """Read a file from the disk, and return its digest."""
+    """Read a file from the disk, and compute its length and checksums."""
     source, checksums = FileSource(path), list[str]()
     try:
         view = memoryview(aligned_memory(BLOCK_BYTES))
@@ -327,14 +333,14 @@ def digest_of(path: Path) -> FileDigest:
 
 
 def verify(path: Path, stored: FileDigest) -> None:
-    """Read a file from the disk; a DamagedError if it differs from its digest."""
+    """Read a file from the disk, and raise a DamagedError if its content does not match its checksums."""
     with ChecksummedReader(path, stored) as reader:
         for _ in reader.blocks(range(len(stored.xxh3))):
             pass
 
 
 def aligned_memory(num_bytes: int) -> mmap.mmap:
-    """Page-aligned memory, which direct access requires."""
+    """Allocate page-aligned memory, which direct I/O requires."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(AttributeError, OSError):  # on systems without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)  # mapped and pinned in a few steps, not in thousands
@@ -342,7 +348,7 @@ def aligned_memory(num_bytes: int) -> mmap.mmap:
 
 
 def _filled(source: ByteSource, view: memoryview, start: int, length: int) -> memoryview:
-    """Read `length` bytes from `start` on into the begin of `view`, and return the filled part."""
+    """Read `length` bytes from offset `start` into the begin of `view`, and return the filled part."""
     received = 0
     while received < length:
         count = source.read(view[received:], start + received)
@@ -353,12 +359,12 @@ def _filled(source: ByteSource, view: memoryview, start: int, length: int) -> me
 
 
 def _disable_direct_access(file: int) -> None:
-    """Clear O_DIRECT: some file systems accept the flag when a file is opened and refuse direct access later."""
+    """Clear O_DIRECT of an open file. Some file systems accept the flag at opening but refuse direct I/O later."""
     fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~_DIRECT)
 
 
 def _open_to_read(path: Path) -> tuple[int, bool]:
-    """Descriptor of a regular file, and True if access bypasses the page cache."""
+    """Open a regular file for reading; return its descriptor, and True if it uses direct I/O."""
     try:
         return open_regular(path, _DIRECT), bool(_DIRECT)
     except OSError as error:
@@ -368,7 +374,7 @@ def _open_to_read(path: Path) -> tuple[int, bool]:
 
 
 def _open(path: Path, flags: int) -> tuple[int, bool]:
-    """Descriptor of a file, and True if access bypasses the page cache."""
+    """Open a file with some flags; return its descriptor, and True if it uses direct I/O."""
     try:
         return os.open(path, flags | _DIRECT, 0o644), bool(_DIRECT)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Google Cloud Storage, by google-cloud-storage."""
+"""Client of Google Cloud Storage, based on google-cloud-storage."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from nxtrain.common.io.bucket import BucketService, Cause, Stat, VerifiedStream
 from nxtrain.common.io.checksummed_file import FileDigest, transferred
 
 _PART_BYTES = 16 << 20
-"""Bytes of a part of an upload, which are in memory; a multiple of 256 KiB, by the service's rules."""
-# Lowest HTTP status of server errors; of too many requests; of a request that took too long.
+"""Bytes of each part of an upload, held in memory. The service requires a multiple of 256 KiB."""
+# HTTP statuses: lowest of server errors, too many requests, request timeout.
 _FAILURE = 500
 _TOO_MANY = 429
 _TIMEOUT = 408
 
 
 class CloudStorage(BucketService):
-    """A bucket of Google Cloud Storage, with the application default credentials.
+    """A bucket of Google Cloud Storage, accessed with the application default credentials.
 
-    `gcloud auth application-default login` and GOOGLE_APPLICATION_CREDENTIALS give these. Machines of Google Cloud have
-    them.
+    The credentials come from `gcloud auth application-default login` or GOOGLE_APPLICATION_CREDENTIALS. Machines of
+    Google Cloud have credentials of their own.
     """
 
     extra = "gcs"
@@ -97,7 +97,7 @@ class CloudStorage(BucketService):
 
 
 class _ViewFile(io.RawIOBase):
-    """A file that writes into a view, and counts its bytes as progress."""
+    """File object that writes into a memory view, and counts its bytes as progress."""
 
     def __init__(self, view: memoryview) -> None:
         self._view, self._position = view, 0
@@ -118,7 +118,7 @@ class _ViewFile(io.RawIOBase):
 
 
 class _CountedFile(io.FileIO):
-    """A file of a disk that counts its bytes as progress."""
+    """File on a disk that counts its written bytes as progress."""
 
     def write(self, content: Any) -> int:
         transferred.note(len(content))

@@ -1,8 +1,8 @@
 """Repositories of the Hugging Face Hub: names, commits, and files in the cache of the Hub's own client.
 
-A commit is the identity of a repository's content. Files of a commit are fetched once per machine: the first process
-that needs them holds a lock, and others find the files in the cache. The client reads HF_ENDPOINT, HF_HOME, HF_TOKEN
-and HF_HUB_OFFLINE.
+A commit identifies the content of a repository. Files of a commit are fetched once per machine. The first process that
+needs a file holds a lock, and other processes then find the file in the cache. The client reads HF_ENDPOINT, HF_HOME,
+HF_TOKEN and HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ SCHEME = "hf://"
 DEFAULT_REVISION = "main"
 
 RUNS = "runs"
-"""Default folder of run folders; `runs/NAME` is a path, and not a repository of the Hub."""
+"""Default parent folder of run folders. `runs/NAME` is always a local path, never a repository of the Hub."""
 
 _REPOSITORY = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
-"""Organization or user, and name."""
+"""Pattern of a repository name: organization or user, slash, name."""
 
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 _TRANSPORTS = frozenset({"httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3"})
-"""Packages by which releases of the client send requests; the client raises their errors."""
+"""HTTP packages that some release of the Hub's client uses; the client raises their errors."""
 
 _TIMEOUT_S = 30.0
-"""Time in which the Hub answers a question about a repository."""
+"""Timeout in seconds of a request for information on a repository."""
 
 _BUSY = (408, 429)
-"""HTTP statuses below 500 that may pass."""
+"""HTTP statuses below 500 that may be temporary: timeout and too many requests."""
 
 _SHOWN = 3
-"""Most files that a message names."""
+"""Maximum number of files that a message names."""
 
 PrintLine = Callable[[str], None]
 """Function that prints a line for the user."""
@@ -53,12 +53,12 @@ PrintLine = Callable[[str], None]
 
 @dataclass(frozen=True)
 class HubName:
-    """A repository of the Hub.
+    """Name of a repository of the Hugging Face Hub, with an optional revision.
 
     Args:
         repository: `organization/name`.
-        revision: Branch, tag or commit; empty: the newest commit of the default branch.
-        kind: Kind of repository; the same name may be of both kinds.
+        revision: Branch, tag or commit; empty for the newest commit of the default branch.
+        kind: Kind of repository. A model and a dataset may have the same name.
     """
 
     repository: str
@@ -66,19 +66,19 @@ class HubName:
     kind: Literal["model", "dataset"] = "model"
 
     def __str__(self) -> str:
-        """Name with the revision, as configurations have it."""
+        """Name of the repository with its revision, as written in configurations."""
         if not self.revision:
             return self.repository
         return f"{self.repository}@{self.revision}"
 
     @property
     def is_pinned(self) -> bool:
-        """True if the revision is a commit, whose files never change."""
+        """True if the revision is a commit hash, whose files never change."""
         return _COMMIT.fullmatch(self.revision) is not None
 
     @property
     def folder(self) -> Path:
-        """Folder of the commit in the cache of this machine, with the files that were fetched.
+        """Folder of the commit in this machine's Hub cache, which has the files fetched so far.
 
         Source: https://huggingface.co/docs/huggingface_hub/guides/manage-cache
         """
@@ -86,7 +86,7 @@ class HubName:
 
     @property
     def page(self) -> str:
-        """Page of the repository on the Hub."""
+        """URL of the repository on the Hub."""
         from huggingface_hub import constants
 
         prefix = ""
@@ -95,7 +95,7 @@ class HubName:
         return f"{constants.ENDPOINT}/{prefix}{self.repository}"
 
     def pinned(self) -> HubName:
-        """The repository at the commit of its revision.
+        """Resolve the revision to a commit, and return the name with this commit.
 
         Raises:
             ConfigError: The Hub has no such repository or revision for this user.
@@ -123,7 +123,7 @@ class HubName:
         return replace(self, revision=about.sha)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file of a commit by path; without network, of the files in the cache."""
+        """Size in bytes of each file of a commit, by path. Offline, only the files in the cache."""
         if is_offline():
             files = [path for path in self.folder.rglob("*") if path.is_file()]
             return {path.relative_to(self.folder).as_posix(): path.stat().st_size for path in sorted(files)}
@@ -132,18 +132,18 @@ class HubName:
         return {file.rfilename: file.size or 0 for file in about.siblings or ()}
 
     def fetch(self, files: Mapping[str, int], print_line: PrintLine | None = None) -> Path:
-        """Fetch files of a commit that the cache lacks.
+        """Download the files of a commit that are missing in the cache.
 
         Args:
-            files: Bytes of each file by path; 0 if unknown.
-            print_line: Prints a line before files come over the network.
+            files: Size in bytes of each file, by path; 0 if unknown.
+            print_line: Prints a line before a download.
 
         Returns:
             Folder of the commit in the cache.
 
         Raises:
-            ConfigError: The user may not read the files, or there is no network and the cache lacks some.
-            StorageError: The Hub cannot be reached, or the disk has no room.
+            ConfigError: The user has no access to the files, or HF_HUB_OFFLINE is set and the cache lacks some.
+            StorageError: The Hub cannot be reached, or the disk has not enough space.
         """
         absent = self._absent(files)
         if not absent:
@@ -159,7 +159,7 @@ class HubName:
                 self._download(absent, print_line)
         absent = self._absent(files)
         if absent:
-            raise StorageError(f"{self} came without {listed(absent, _SHOWN)}; start again, or look at {self.page}")
+            raise StorageError(f"download of {self} lacks {listed(absent, _SHOWN)}; start again, or see {self.page}")
         return self.folder
 
     @property
@@ -177,7 +177,7 @@ class HubName:
         return ""
 
     def _ask(self, *, files_metadata: bool) -> Any:
-        """Information of the Hub on the repository at its revision."""
+        """Request information on the repository at its revision from the Hub."""
         from huggingface_hub import HfApi
 
         return HfApi().repo_info(
@@ -190,7 +190,7 @@ class HubName:
 
     @property
     def _reference(self) -> Path:
-        """File of the client's cache with the commit of a branch or tag."""
+        """File of the Hub cache that records the commit of a branch or tag."""
         return self._cached / "refs" / (self.revision or DEFAULT_REVISION)
 
     def _absent(self, files: Mapping[str, int]) -> dict[str, int]:
@@ -229,7 +229,7 @@ class HubName:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold the lock of the repository on this machine."""
+        """Hold a lock of the repository's cache folder on this machine."""
         from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
         self._cached.mkdir(parents=True, exist_ok=True)
@@ -238,7 +238,7 @@ class HubName:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Translate errors of the client within this context into errors of nxtrain."""
+        """Context that translates errors of the Hub's client into errors of nxtrain."""
         try:
             yield
         except NxtrainError:
@@ -257,7 +257,7 @@ class HubName:
             return self._refusal(reason, f"ask for access at {self.page}, then log in: hf auth login, or set HF_TOKEN")
         if isinstance(error, errors.RepositoryNotFoundError):
             reason = f"the Hub has no {self.kind} {self.repository}, or it is private"
-            return self._refusal(reason, "check the name; to a private one log in: hf auth login, or set HF_TOKEN")
+            return self._refusal(reason, "check the name; for a private one log in: hf auth login, or set HF_TOKEN")
         if isinstance(error, errors.RevisionNotFoundError):
             reason = f"{self.repository} has no revision {self.revision}"
             return self._refusal(reason, f"take a branch, a tag or a commit of {self.page}/commits")
@@ -268,8 +268,8 @@ class HubName:
             reason = f"the Hub refuses the token of this user for {self.repository}, status {status}"
             return self._refusal(reason, "log in: hf auth login, or set HF_TOKEN to a token that may read it")
         if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
-            where = f"free some, or name a folder on another disk with HF_HOME; {self._cached} keeps what has come"
-            return StorageError(f"the disk is full while {self} comes: {error.strerror}; {where}")
+            where = f"free some, or name a folder on another disk with HF_HOME; {self._cached} keeps the finished files"
+            return StorageError(f"the disk is full while {self} downloads: {error.strerror}; {where}")
         is_network = isinstance(error, errors.HfHubHTTPError | errors.LocalEntryNotFoundError | ConnectionError)
         if is_network or type(error).__module__.partition(".")[0] in _TRANSPORTS or status in _BUSY:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -286,13 +286,13 @@ class HubName:
 
 
 def model_named(text: str) -> HubName | None:
-    """Repository that a text names, `org/name`, `org/name@revision` or `hf://` before these; None for a path.
+    """Parse the name of a Hub model: `org/name`, `org/name@revision`, optionally with `hf://`. None for a local path.
 
-    A file or folder of this machine comes before the Hub. A path whose first folder exists, or is the folder of runs,
-    is misspelt, and the Hub is not asked, unless a commit follows.
+    An existing file or folder of this machine takes precedence over the Hub. If the first part is an existing folder or
+    the folder of runs, the name counts as a misspelt path. A commit after the name makes it a Hub name again.
 
     Raises:
-        ConfigError: An address of the Hub that names no repository.
+        ConfigError: An `hf://` address that names no repository.
     """
     named = text.removeprefix(SCHEME)
     match = re.fullmatch(rf"({_REPOSITORY})(?:@(\S+))?", named)
@@ -310,7 +310,7 @@ def model_named(text: str) -> HubName | None:
 
 
 def is_offline() -> bool:
-    """True if HF_HUB_OFFLINE forbids questions to the Hub."""
+    """True if HF_HUB_OFFLINE forbids requests to the Hub."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)

@@ -1,4 +1,4 @@
-"""Files of JSON lines, appended to by processes that may be killed and on disks that may be full."""
+"""JSON lines files whose writers may be killed, and whose disks may be full."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nxtrain.common.io.regular import open_regular
 
 
 def append(file: Path, line: str) -> None:
-    """Append a line and sync it to the disk. A torn last line of the file gets its line feed first."""
+    """Append a line to a file, and sync the file to the disk. An incomplete last line is first ended by a line feed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with open_to_append(file) as out:
         is_new = out.seek(0, os.SEEK_END) == 0
@@ -26,24 +26,24 @@ def append(file: Path, line: str) -> None:
 
 
 def open_to_append(file: Path) -> BinaryIO:
-    """Open a file for `write_line`; the file is made if absent."""
+    """Open a file for `write_line`, creating it if absent."""
     return file.open("a+b", buffering=0)  # a failed write in a buffer would be repeated
 
 
 def write_line(out: BinaryIO, line: str) -> None:
-    """Append a line to an open file, without a sync; `line` is JSON."""
+    """Append a JSON line to an open file, without a sync."""
     rest = memoryview(f"{line}\n".encode())
     while rest:
         rest = rest[out.write(rest) :]
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """Objects of a file, one per line; torn or damaged lines are left out."""
+    """Read the JSON objects of a file, one per line; incomplete or damaged lines are left out."""
     return [*each(file)]
 
 
 def each(file: Path) -> Iterator[dict[str, Any]]:
-    """Objects of a file as in `read`, one after the other."""
+    """Iterate over the JSON objects of a file, one per line; incomplete or damaged lines are left out."""
     if not file.exists():
         return
     with open(open_regular(file), "rb") as lines:
@@ -51,7 +51,7 @@ def each(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def parse(text: str | bytes) -> dict[str, Any] | None:
-    """Object of a JSON text in UTF-8; None for anything else."""
+    """Parse a JSON object from a UTF-8 text; None if the text is anything else."""
     try:
         content = json.loads(text.decode() if isinstance(text, bytes) else text)
     except (ValueError, RecursionError):
@@ -60,14 +60,14 @@ def parse(text: str | bytes) -> dict[str, Any] | None:
 
 
 def is_begun(tail: bytes) -> bool:
-    """True if the bytes after a file's last line feed may begin an object that is being written."""
+    """True if the bytes after a file's last line feed may begin a JSON object that is being written."""
     return tail.startswith(b"{") and tail.isascii() and tail.decode().isprintable()
 
 
 def keep_up_to(file: Path, key: str, last: int) -> None:
-    """Keep the lines of a file up to the record `last`, and remove the rest.
+    """Truncate a JSON lines file after the record whose value under `key`, such as `step`, is `last`.
 
-    A kept line is whole, and its integer under the key, such as `step`, is above that of the line before.
+    Only whole lines are kept whose integer under `key` is above that of the previous kept line.
 
     Lines at the end are truncated in place, which needs no disk space. Otherwise the file is replaced atomically, so
     that a crash loses no line.
@@ -87,23 +87,23 @@ def keep_up_to(file: Path, key: str, last: int) -> None:
 
 
 class JsonlLog:
-    """A file of JSON lines; lines that cannot be written wait in memory, and are written before any later line."""
+    """A JSON lines file with a queue: lines that cannot be written wait in memory until the next attempt."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self._waiting: deque[str] = deque()
 
     def __len__(self) -> int:
-        """Number of waiting lines."""
+        """Number of queued lines that are not written yet."""
         return len(self._waiting)
 
     def add(self, line: Mapping[str, Any]) -> str:
-        """Add a line and write all waiting lines; return the error that keeps lines waiting, or an empty string."""
+        """Queue a line and write all queued lines; return the error that prevents writing, or an empty string."""
         self._waiting.append(json.dumps(line, allow_nan=False))
         return self.write()
 
     def write(self) -> str:
-        """Write all waiting lines; return the error that keeps lines waiting, or an empty string."""
+        """Write all queued lines; return the error that prevents writing, or an empty string."""
         try:
             while self._waiting:
                 append(self.file, self._waiting[0])
@@ -113,12 +113,12 @@ class JsonlLog:
         return ""
 
     def read(self) -> list[dict[str, Any]]:
-        """Objects of the file; torn or damaged lines are left out."""
+        """Read the JSON objects of the file; incomplete or damaged lines are left out."""
         return read(self.file)
 
 
 def _objects(file: BinaryIO) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
-    """Iterate over the undamaged lines: offset in the file, line, and its object."""
+    """Iterate over the undamaged lines of a file, as tuples of byte offset, line, and JSON object."""
     start = 0
     for line in file:
         content = parse(line)
@@ -128,7 +128,7 @@ def _objects(file: BinaryIO) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
 
 
 def _rising(file: BinaryIO, key: str, last: int) -> Iterator[tuple[int, bytes]]:
-    """Iterate over the lines that `keep_up_to` keeps, with their offsets."""
+    """Iterate over the lines that `keep_up_to` keeps, as pairs of byte offset and line."""
     before = -1
     for start, line, content in _objects(file):
         try:

@@ -1,7 +1,7 @@
-"""Storage other than this node's disk: addresses in buckets that are read like paths, and stores of files.
+"""Locations of files on disks or in object storage, and stores of whole files with verified uploads.
 
-A store holds a file completely or not at all. A bucket shows complete objects only. In a folder, a file gets its
-name after the file was read back and verified.
+A store holds a file completely or not at all. A bucket shows complete objects only. In a folder, a file gets its final
+name only after the file was read back and verified.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from nxtrain.common.io.paths import is_bucket, storage_path
 from nxtrain.common.io.regular import read_bytes, require_regular
 
 _ATTEMPTS = 3
-"""Tries to read a range, since clients do not retry a response that breaks off."""
+"""Number of attempts to read a range, since vendor clients do not retry a response that breaks off."""
 
 
 Location = Path | BucketPath
-"""Path or address in object storage of a file or a folder."""
+"""Path on a disk or address in object storage, of a file or a folder."""
 
 
 def location_of(text: str) -> Location:
-    """Location of an address in object storage or a path."""
+    """Parse an object storage address or a path."""
     if is_bucket(text):
         scheme, _, rest = text.partition("://")
         return BucketPath(f"{scheme}://{rest.rstrip('/')}")
@@ -43,21 +43,21 @@ def location_of(text: str) -> Location:
 
 
 def content_of(file: Location) -> bytes:
-    """Whole content of a small file."""
+    """Read the whole content of a small file on a disk or in object storage."""
     if isinstance(file, Path):
         return read_bytes(file)
     return file.read_bytes()
 
 
 def open_source(file: Location) -> ByteSource:
-    """Open a file for reading."""
+    """Open a file on a disk or in object storage for reading."""
     if isinstance(file, Path):
         return FileSource(file)
     return BucketSource(file)
 
 
 class BucketSource:
-    """An object of a bucket, read by ranges of one version; `tag` is the service's identity of the content."""
+    """An object in object storage, read by byte ranges of one version. `tag` is the version tag of the content."""
 
     def __init__(self, address: BucketPath) -> None:
         self.name = address
@@ -87,38 +87,38 @@ class BucketSource:
 
 
 class ObjectStore(Protocol):
-    """A writable folder or prefix of a bucket; file names are relative, such as `step-00000100/meta.json`."""
+    """Writable folder or bucket prefix. File names are relative, such as `step-00000100/meta.json`."""
 
     @property
     def root(self) -> Location:
-        """The folder or prefix."""
+        """The folder, or the address of the prefix."""
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        """Length of every file of the store or of a folder, by name."""
+        """Length in bytes of every file of the store or of one of its folders, by name."""
 
     def put(self, name: str, content: bytes) -> None:
-        """Write a small file, or replace it."""
+        """Write a small file, creating or replacing it."""
 
     def upload(self, name: str, file: Path, stored: FileDigest) -> None:
-        """Upload a file of this node's disk, or replace it; each read block is verified.
+        """Copy a file of this node's disk into the store, creating or replacing it; each read block is verified.
 
         Raises:
-            DamagedError: The file, or the uploaded copy, differs from the digest.
+            DamagedError: The file, or the uploaded copy, does not match the checksums.
         """
 
     def download(self, name: str, target: Path) -> None:
-        """Copy a file to this node's disk; the content is not verified.
+        """Copy a file of the store to this node's disk, without verification.
 
         Raises:
             FileNotFoundError: The store has no such file.
         """
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete files."""
+        """Delete files of the store."""
 
 
 def open_store(address: str) -> ObjectStore:
-    """The store at an address in object storage, or in a folder."""
+    """Open the store at an object storage address, or in a folder."""
     root = location_of(address)
     if isinstance(root, Path):
         return FolderStore(root)
@@ -126,7 +126,7 @@ def open_store(address: str) -> ObjectStore:
 
 
 class FolderStore:
-    """A folder that nodes share, made at the first write."""
+    """Store in a folder that several nodes share; the folder is created at the first write."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -143,7 +143,7 @@ class FolderStore:
         with self._draft(name) as draft:
             write_durably(draft, lambda file: file.write_bytes(content))
             if draft.read_bytes() != content:
-                raise DamagedError(draft, "it is not what was written")
+                raise DamagedError(draft, "its content is not what was written")
 
     def upload(self, name: str, file: Path, stored: FileDigest) -> None:
         with self._draft(name) as draft:
@@ -170,7 +170,7 @@ class FolderStore:
 
 
 class BucketStore:
-    """A prefix of a bucket."""
+    """Store under a prefix of a bucket."""
 
     def __init__(self, root: BucketPath) -> None:
         self.root = root

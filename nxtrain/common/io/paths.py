@@ -1,7 +1,7 @@
-"""Paths of configurations and commands: expansion of the home folder, and the one rule on addresses.
+"""Paths in configurations and commands: expansion of `~`, and acceptance or refusal of object storage addresses.
 
-nxtrain reads and writes buckets of three services by address. Another scheme, or a misspelt address, would otherwise
-become the name of a new folder of this machine.
+nxtrain reads and writes buckets of three storage services. Without a check, another scheme or a misspelt address would
+become the name of a new local folder.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ from nxtrain.common.io.hub import SCHEME as HUB
 from nxtrain.common.io.hub import model_named
 
 _COPYING = {"s3": "aws s3 sync", "gs": "gcloud storage rsync --recursive", "az": "azcopy sync"}
-"""Command that copies a folder, for Amazon S3, Google Cloud Storage and Azure Blob Storage."""
+"""Shell command that copies a folder, for Amazon S3, Google Cloud Storage and Azure Blob Storage."""
 BUCKET_SCHEMES = tuple(_COPYING)
 BUCKET_FORMS = "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX"
-"""Forms of an address in object storage, for messages."""
+"""Syntax of object storage addresses, for messages."""
 _OTHER_NAMES = {"gcs": "gs", "abfs": "az", "abfss": "az", "azure": "az", "wasb": "az", "wasbs": "az"}
-"""Names of the same services in other tools."""
+"""Schemes of the same storage services in other tools."""
 
 _SCHEME = re.compile(r"([a-z0-9][a-z0-9+.-]*):/|(s3)(?::|/[:/])", re.IGNORECASE)
-"""Begin of an address: `scheme:/`, as a path keeps only one of several slashes; and misspelt forms of `s3://`."""
+"""Pattern of the begin of an address.
+
+`scheme:/` has one slash, since a path keeps only one of several slashes. Misspelt forms of `s3://` match too.
+"""
 
 
 def scheme_of(path: str) -> str:
-    """Scheme of an address; empty for a path of this machine."""
+    """Scheme of an address, such as `s3`; empty for a local path."""
     match = _SCHEME.match(path)
     if match is None:
         return ""
@@ -37,12 +40,12 @@ def scheme_of(path: str) -> str:
 
 
 def is_bucket(text: str) -> bool:
-    """True for an address in object storage."""
+    """True for an object storage address, which begins with `s3://`, `gs://` or `az://`."""
     return text.startswith(tuple(f"{scheme}://" for scheme in BUCKET_SCHEMES))
 
 
 def listing(address: str) -> str:
-    """Command of the service's own tool that lists an address in object storage."""
+    """Shell command of the vendor's tool that lists an object storage address."""
     scheme, _, rest = address.partition("://")
     if scheme == "az":
         container, _, prefix = rest.partition("/")
@@ -52,12 +55,16 @@ def listing(address: str) -> str:
 
 
 def copying(address: str, arguments: str) -> str:
-    """Command of the service's own tool that copies a folder from or to an address in object storage."""
+    """Shell command of the vendor's tool that copies a folder from or to an object storage address."""
     return f"{_COPYING[scheme_of(address)]} {arguments}"
 
 
 def at_home(path: str) -> str:
-    """Replace a leading `~` or `~user` by the home folder; addresses such as `s3://bucket` are not changed."""
+    """Expand a leading `~` or `~user` of a path. Addresses such as `s3://bucket` stay unchanged.
+
+    Raises:
+        ValueError: There is no such user.
+    """
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
         user = expanded.partition("/")[0]
@@ -66,7 +73,7 @@ def at_home(path: str) -> str:
 
 
 def local(path: str) -> str:
-    """Expand the home folder in a path; refuse addresses."""
+    """Expand `~` in a local path, and raise a ValueError for any address."""
     scheme = scheme_of(path)
     if scheme:
         fetch = "the tool of its service"
@@ -74,19 +81,27 @@ def local(path: str) -> str:
             fetch = copying(path, "ADDRESS FOLDER")
         elif scheme == "hf":
             fetch = "hf download, or make a corpus of it: nxtrain data prepare"
-        raise ValueError(f"an address of {scheme}, but a path of this machine is read; fetch it with: {fetch}")
+        raise ValueError(f"an address of {scheme}, but only a local path can be read here; fetch it with: {fetch}")
     return at_home(path)
 
 
 def local_or_bucket(path: str) -> str:
-    """Expand the home folder in a path; accept addresses in object storage, and refuse others."""
+    """Expand `~` in a local path, or accept an object storage address for reading; refuse other addresses.
+
+    Raises:
+        ValueError: An address of another kind.
+    """
     if is_bucket(path):
         return path
     return local(path)
 
 
 def model_location(path: str) -> str:
-    """Expand the home folder in a path, or accept a name in the Hub of Hugging Face; refuse other addresses."""
+    """Expand `~` in a local path, or accept the `hf://` name of a model; refuse other addresses.
+
+    Raises:
+        ValueError: An address of another kind, or a malformed `hf://` name.
+    """
     if not path.startswith(HUB):
         return local(path)
     try:
@@ -97,7 +112,11 @@ def model_location(path: str) -> str:
 
 
 def storage(path: str) -> str:
-    """Expand the home folder in a path, or accept an address in object storage, for a location that is also written."""
+    """Expand `~` in a local path, or accept an object storage address for reading and writing.
+
+    Raises:
+        ValueError: An address of another kind.
+    """
     if is_bucket(path):
         return path
     scheme = scheme_of(path)
@@ -110,7 +129,7 @@ def storage(path: str) -> str:
 
 
 def _meant(path: str, scheme: str) -> str:
-    """Hint for a misspelt address in object storage, or for a path written as an address; empty for other paths."""
+    """Correction for a misspelt object storage address or for a path written as an address; empty if there is none."""
     rest = path[len(scheme) :].lstrip(":/")
     meant = get_close_matches(scheme.lower(), [*_COPYING, *_OTHER_NAMES], n=1)
     if meant:
@@ -121,12 +140,12 @@ def _meant(path: str, scheme: str) -> str:
 
 
 def storage_path(text: str) -> Path:
-    """Path as `storage` returns, which is not an address in object storage."""
+    """Parse a path with `storage`, as a `Path`; the text must not be an object storage address."""
     return _path(text, storage)
 
 
 def local_path(text: str) -> Path:
-    """Path given to a command, with the home folder expanded."""
+    """Parse a local path that was given to a command; `~` is expanded."""
     return _path(text, local)
 
 

@@ -1,4 +1,4 @@
-"""Retries of reads from storage that fails for a while, and the difference between unreadable and damaged files."""
+"""Retries of reads from storage that fails temporarily, and the distinction of unreadable from damaged files."""
 
 from __future__ import annotations
 
@@ -16,30 +16,32 @@ from nxtrain.common.io.regular import NotRegularError
 T = TypeVar("T")
 
 ROTTEN = {errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)}
-"""Errors of disks and checksumming file systems for lost bytes, and of network file systems for lost connections."""
+"""Numbers of read errors that may be temporary: for lost bytes on a disk, or a lost connection of a network file
+system.
+"""
 
 PAUSES_S = (0.1, 0.4, 1.0, 2.0)
-"""Seconds of pause before each retry of a read."""
+"""Seconds to wait before each retry of a read."""
 
 MOST_S = 12.0
-"""Total seconds of pauses in one start, so that many bad sectors do not each cost a wait."""
+"""Maximum seconds of all retry pauses of one process, so that many bad sectors do not each cost a wait."""
 
 
 class RetryBudget:
-    """Pauses left for retries of reads, and number of unreadable files, since the start of a process."""
+    """Seconds left for retry pauses of reads, and number of unreadable checkpoint files, since the process start."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self.begin()
 
     def begin(self) -> None:
-        """Reset all counts."""
+        """Reset the remaining seconds and all counts."""
         self._left_s = MOST_S
         self._warned: set[str] = set()
         self._unread = 0
 
     def read(self, read: Callable[[], T], name: Path | str) -> T:
-        """Call a read function, and retry errors of the storage."""
+        """Call a function that reads, and retry it after temporary storage errors."""
         for pause_s in PAUSES_S:
             try:
                 return read()
@@ -50,12 +52,15 @@ class RetryBudget:
         return read()
 
     def hold(self, damaged: DamagedError) -> None:
-        """Refuse to quarantine a second unreadable checkpoint: two in one start mean that the storage fails."""
+        """Raise a CheckpointError if a second checkpoint is unreadable, since the storage itself must then have failed.
+
+        Otherwise the caller may quarantine the checkpoint.
+        """
         self._unread += damaged.unread
         if damaged.unread and self._unread > 1:
             raise CheckpointError(
-                f"{damaged.file}: {damaged.reason}, and another checkpoint could not be read either: it is the storage "
-                "that fails, so that no more are put aside. Start again when it is back"
+                f"{damaged.file}: {damaged.reason}, and another checkpoint could not be read either, so the storage "
+                "itself fails, and no checkpoint is quarantined. Start again when the storage works"
             )
 
     def _may_wait(self, pause_s: float, name: Path | str, error: OSError) -> bool:
@@ -74,7 +79,7 @@ unsteady = RetryBudget()
 
 
 def damage(path: Path | str, error: OSError) -> OSError | DamagedError:
-    """Translate an error of reading into damage if the file is absent, irregular or lost; else return it."""
+    """Translate a read error into a DamagedError if the file is absent, irregular or unreadable; else return it."""
     if isinstance(error, FileNotFoundError):
         return DamagedError(path, "it is absent")
     if isinstance(error, NotRegularError):

@@ -1,4 +1,4 @@
-"""Reading of regular files only; a FIFO, a socket or a device under the name is an error.
+"""Opening of regular files only. A FIFO, a socket or a device at the path raises an error.
 
 A plain open of a FIFO waits for a writer, and a device may have no end.
 """
@@ -19,16 +19,16 @@ _KINDS = {
 
 
 class NotRegularError(OSError):
-    """Error for a FIFO, socket or device under the name of a file to read."""
+    """Error for a path that is a FIFO, socket or device instead of a regular file."""
 
 
 def require_regular(path: Path) -> None:
-    """Refuse anything but a regular file, before a library opens the path."""
+    """Raise an error unless the path is a regular file; for use before a library opens the path."""
     _require(path, os.stat(path).st_mode)
 
 
 def open_regular(path: Path, flags: int = 0) -> int:
-    """Open a regular file for reading; a symbolic link is followed."""
+    """Open a regular file for reading, and return its descriptor; a symbolic link is followed."""
     require_regular(path)
     # Another file may take the name before the open: O_NONBLOCK keeps it from waiting; regular files ignore the flag.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
@@ -41,19 +41,19 @@ def open_regular(path: Path, flags: int = 0) -> int:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Content of a regular file."""
+    """Read the content of a regular file."""
     with open(open_regular(path), "rb") as file:
         return file.read()
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """Text of a regular file in UTF-8, with universal newlines."""
+    """Read the UTF-8 text of a regular file, with universal newlines."""
     with open(open_regular(path), encoding="utf-8", errors=errors) as file:
         return file.read()
 
 
 def kind_of(mode: int) -> str:
-    """Kind of a file that is not regular, in words; empty for regular files and folders."""
+    """Description of a file that is not regular, such as `a FIFO`, by its mode; empty for regular files and folders."""
     return _KINDS.get(stat.S_IFMT(mode), "")
 
 

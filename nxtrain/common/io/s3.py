@@ -1,4 +1,4 @@
-"""Amazon S3, and stores that speak its protocol, by boto3."""
+"""Client of Amazon S3 and of compatible storage, based on boto3."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from nxtrain.common.io.bucket import PIECE_BYTES, BucketService, Cause, Stat, Ve
 from nxtrain.common.io.checksummed_file import FileDigest, transferred
 
 _PASSING = {"RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestThrottled"}
-"""Codes of responses below status 500 that mean that S3 is busy.
+"""Error codes of S3 below HTTP status 500 that mean that the service is busy.
 
 Source: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
 """
 _FAILURE = 500
 """Lowest HTTP status of server errors."""
 _CHECKSUM = {"ChecksumAlgorithm": "CRC32"}
-"""Checksum of uploads: S3 recomputes it from the received bytes, and refuses a mismatch."""
+"""Checksum of uploads: S3 recomputes it from the received bytes, and rejects a mismatch."""
 _MAX_PARTS = 10_000
-"""Most parts of one upload, by S3's rules."""
+"""Maximum number of parts of one upload, a limit of S3."""
 _DELETE = 1000
-"""Most names of one delete request, by S3's rules."""
+"""Maximum number of names in one delete request, a limit of S3."""
 
 
 class S3(BucketService):
-    """A bucket of S3, with the settings of AWS's own tools, such as AWS_PROFILE and AWS_ENDPOINT_URL."""
+    """A bucket of S3, configured as AWS's own tools are, for example by AWS_PROFILE and AWS_ENDPOINT_URL."""
 
     extra = "s3"
     client: Any
@@ -96,7 +96,7 @@ class S3(BucketService):
 
 
 def _may_pass(error: BaseException) -> bool:
-    """True if the same request may succeed later: the server or the network failed, not the request."""
+    """True if the server or the network caused an error, so that the same request may succeed later."""
     from boto3.exceptions import RetriesExceededError
     from botocore.exceptions import ClientError, HTTPClientError, IncompleteReadError
     from botocore.exceptions import ConnectionError as NoConnectionError

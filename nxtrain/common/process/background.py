@@ -1,4 +1,4 @@
-"""Work of a daemon thread with a result, which the end of the process does not wait for."""
+"""Background tasks in daemon threads, which the end of the process does not wait for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class BackgroundTask(Thread, Generic[T]):
-    """Work in a daemon thread, with a result or an error."""
+    """A function call in a daemon thread, with its result or error."""
 
     def __init__(self, name: str, work: Callable[[], T]) -> None:
         super().__init__(name=name, daemon=True)
@@ -20,7 +20,7 @@ class BackgroundTask(Thread, Generic[T]):
         self.done = False
 
     def run(self) -> None:
-        """Do the work: in the thread, or at once if called without `start`."""
+        """Run the function: in the thread after `start`, or in the caller's thread if called directly."""
         try:
             assert self._work is not None
             self._results.append(self._work())
@@ -30,7 +30,7 @@ class BackgroundTask(Thread, Generic[T]):
         self.done = True
 
     def result(self) -> T:
-        """Wait for the end; return the result, or raise the error of the work."""
+        """Wait for the end of the task; return its result, or raise its error."""
         if self.is_alive():
             self.join()
         if self._error is not None:

@@ -1,4 +1,4 @@
-"""Moments that changes of the wall clock do not move: uptime of a machine, with the identity of its boot."""
+"""Points in time that are comparable across processes of a machine and immune to changes of the wall clock."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", None)  # of Linux; counts in sleep too,
 
 @dataclass(frozen=True)
 class Instant:
-    """A moment on some machine, which later moments can be compared with.
+    """A point in time on some machine, comparable with later ones.
 
     Args:
-        boot: Identity of the machine's boot; empty if the machine has none.
-        up: Seconds that never run backwards, since the boot or, without an identity, since any time.
-        wall: Seconds since 1970 by the wall clock, which may jump.
+        boot: Boot id of the machine; empty if the system has none.
+        up: Monotonic seconds since the boot. Without a boot id, the zero point is arbitrary.
+        wall: Wall clock seconds since 1970; the wall clock may jump.
     """
 
     boot: str
@@ -26,19 +26,19 @@ class Instant:
     wall: float
 
     def since(self, earlier: Instant) -> float:
-        """Seconds since an earlier moment, perhaps of another process or machine; never below 0."""
+        """Seconds since an earlier instant, perhaps of another process or machine; never negative."""
         if self.boot and self.boot == earlier.boot:
             return max(0.0, self.up - earlier.up)
         return max(0.0, self.wall - earlier.wall)
 
 
 def now() -> Instant:
-    """Return the present moment."""
+    """Return the current instant."""
     return Instant(_boot(), time.monotonic() if _CLOCK is None else time.clock_gettime(_CLOCK), time.time())
 
 
 def process_began() -> Instant:
-    """Return the moment at which this process was started, before any import; now, if the system has no record.
+    """Return the instant at which this process was started, before any import; the current instant if unknown.
 
     Source: proc(5), field 22 of /proc/PID/stat: clock ticks since the boot.
     """

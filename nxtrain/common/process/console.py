@@ -1,4 +1,4 @@
-"""Console of a run, which continues without output once its reader closes it."""
+"""Terminal console of a run. The run continues without output if the reader of its output exits."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rich.console import Console
 
 
 class PipeSafeConsole(Console):
-    """A rich console that drops its output when its pipe is closed, where rich would end the process."""
+    """A rich console that drops its output when its pipe is closed, instead of ending the process."""
 
     def on_broken_pipe(self) -> None:
-        """Raise BrokenPipeError, which `_check_buffer` turns into dropped output."""
+        """Raise BrokenPipeError, on which `_check_buffer` drops the output."""
         raise BrokenPipeError
 
     def _check_buffer(self) -> None:
@@ -24,13 +24,13 @@ class PipeSafeConsole(Console):
 
 
 _SHARED: list[tuple[TextIO, PipeSafeConsole]] = []
-"""Standard error and its console; a stream that replaces standard error gets another console."""
+"""Standard error stream and its console. If the stream is replaced, a new console is created."""
 
 
 def standard_error(*, quiet: bool = False) -> PipeSafeConsole:
-    """Console on standard error for messages to people, without wrapping or highlighting.
+    """Console on standard error for messages to users, without wrapping or highlighting.
 
-    All callers share one console. A live bar of this console keeps its own line, below the lines that are printed.
+    All callers share one console. A live progress bar of this console stays below the printed lines.
     """
     if quiet:
         return PipeSafeConsole(stderr=True, highlight=False, soft_wrap=True, quiet=True)

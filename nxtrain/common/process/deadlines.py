@@ -1,4 +1,4 @@
-"""Deadlines for work that may hang: opening and closing devices, slow disks and stores."""
+"""Time limits for calls that may hang: opening and closing devices, slow disks and stores."""
 
 from __future__ import annotations
 
@@ -18,28 +18,33 @@ from nxtrain.common.process.stacks import HardExitTimer, print_line
 Opened = TypeVar("Opened")
 
 LAST_S = 1.0
-"""Seconds for printing the message, which needs Python's lock, before the hard exit."""
+"""Seconds for printing a message, which needs Python's lock, before the hard exit of the process."""
 
 OPENING_S, MEETINGS = 60.0, 3
-"""Seconds to claim the devices, and number of waits for other ranks during the claim.
+"""Seconds to open the devices, and number of waits for other ranks while they are opened.
 
 Each of these waits has its own time limit and a more precise message.
 """
 
 COMPILE_PATIENCE = 4.0
-"""Factor of a hang limit for work that may compile: a compiler for an accelerator takes minutes for a graph."""
+"""Factor of the hang timeout for work that may compile: a compiler for accelerators takes minutes for a graph."""
 
 CLOSING_S = 60.0
-"""Seconds to leave the process groups and to free the devices, once all is saved."""
+"""Seconds to destroy the process groups and to free the devices, once all state is saved."""
 
 
 def first_use_limit_s(hang_timeout_s: float) -> float:
-    """Seconds without progress that are not a hang while graphs compile, here or on a rank that others wait for."""
+    """Hang timeout in seconds while graphs compile, on this rank or on a rank that others wait for."""
     return COMPILE_PATIENCE * hang_timeout_s
 
 
 def limit_words(hang_timeout_s: float, *, first_use: bool) -> str:
-    """Limit of a process group in messages, with its key; with `first_use`, graphs compile while ranks wait."""
+    """Text for the timeout of a process group in messages, with its configuration key.
+
+    Args:
+        hang_timeout_s: Value of `recovery.hang_timeout_s`.
+        first_use: Graphs compile while ranks wait, so the longer timeout applies.
+    """
     if not first_use:
         return f"recovery.hang_timeout_s={hang_timeout_s:g} seconds"
     seconds = f"{first_use_limit_s(hang_timeout_s):g} seconds"
@@ -47,7 +52,7 @@ def limit_words(hang_timeout_s: float, *, first_use: bool) -> str:
 
 
 def open_with_deadline(work: Callable[[], Opened], hang_timeout_s: float) -> Opened:
-    """Open devices; if opening takes too long, the process ends with the exit code of a hang."""
+    """Open devices under a time limit; if it is exceeded, the process exits with the exit code of a hang."""
     seconds = OPENING_S + MEETINGS * hang_timeout_s
     rank = Placement.read().rank
     message = f"error: rank {rank}: its devices were not open, and the others not met, within {seconds:g} seconds"
@@ -56,7 +61,7 @@ def open_with_deadline(work: Callable[[], Opened], hang_timeout_s: float) -> Ope
 
 
 def close_with_deadline(work: Callable[[], None], seconds: float, ended: BaseException | None) -> None:
-    """Close devices; if closing takes too long, the process ends with the exit code of the run."""
+    """Close devices under a time limit; if it is exceeded, the process exits with the exit code of the run."""
     outcome = "the run has ended well" if ended is None else str(ended) or type(ended).__name__
     message = (
         f"warning: rank {Placement.read().rank}: its devices were not closed within {seconds:g} seconds, and it ends "
@@ -68,7 +73,7 @@ def close_with_deadline(work: Callable[[], None], seconds: float, ended: BaseExc
 
 @contextmanager
 def bounded(seconds: float, message: str, code: int) -> Iterator[None]:
-    """End the process, after printing the stacks of its threads, if the body of this context exceeds a time limit."""
+    """Context with a time limit: if the body takes longer, print the stacks of all threads and end the process."""
     done, alarm = threading.Event(), HardExitTimer(code)
 
     def watch() -> None:
@@ -103,13 +108,13 @@ def start_daemon(work: Callable[[], None]) -> None:
 
 
 class SingleTask:
-    """Runner of one background call at a time, each in a daemon thread that is never joined."""
+    """Runner of one background call at a time, in a daemon thread that is never joined."""
 
     def __init__(self) -> None:
         self._busy = threading.Lock()
 
     def start(self, work: Callable[[], None]) -> None:
-        """Start a call, unless the previous one still runs."""
+        """Start a call in the background, unless the previous call still runs."""
         if not self._busy.acquire(blocking=False):
             return
 

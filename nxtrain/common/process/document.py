@@ -1,4 +1,4 @@
-"""Standard output that carries one JSON document, whatever libraries and child processes print."""
+"""Standard output that carries exactly one JSON document, whatever libraries and child processes print."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ STANDARD_ERROR = 2
 
 
 class DocumentStream:
-    """Standard output of a command that writes a document; all other output goes to standard error.
+    """Replacement of standard output for a command that prints one document; all other output goes to standard error.
 
-    The file descriptor leads to standard error, too, for C libraries and child processes. The descriptor stays
+    The file descriptor is redirected to standard error too, for C libraries and child processes. The descriptor stays
     redirected until the process ends, since a C library may write its buffer only then.
     """
 
@@ -32,7 +32,7 @@ class DocumentStream:
         self._stream, self._redirected = cast(TextIO, PipeSafeStream(copy, carries_results=True)), descriptor
 
     def __getattr__(self, name: str) -> Any:
-        """Attribute of standard error."""
+        """Attribute of the standard error stream."""
         return getattr(sys.stderr, name)
 
     def write(self, text: str) -> int:
@@ -40,29 +40,29 @@ class DocumentStream:
         return sys.stderr.write(text)
 
     def write_document(self, text: str) -> None:
-        """Write a text to standard output."""
+        """Write the document to the original standard output."""
         self._stream.write(text)
         self._stream.flush()
 
     def give_back(self) -> None:
-        """Restore the file descriptor, for a program that replaces this process."""
+        """Restore the file descriptor of standard output, for a program that replaces this process."""
         if self._redirected >= 0:
             os.dup2(self._stream.fileno(), self._redirected)
 
 
 def reserve_output() -> None:
-    """Reserve standard output for a document, until the command ends."""
+    """Reserve standard output for the document of a command, until the command ends."""
     sys.stdout = cast(TextIO, DocumentStream(sys.stdout))
 
 
 def give_output_back() -> None:
-    """Restore standard output before `execve`: the next program reserves its own."""
+    """Restore standard output before `execve`, since the next program reserves its own."""
     if isinstance(sys.stdout, DocumentStream):
         sys.stdout.give_back()
 
 
 def write_document(content: object) -> None:
-    """Write the result of a command to standard output, as JSON."""
+    """Print the result of a command to standard output as JSON."""
     text = json.dumps(content, indent=2) + "\n"
     if isinstance(sys.stdout, DocumentStream):
         sys.stdout.write_document(text)

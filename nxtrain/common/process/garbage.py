@@ -1,7 +1,7 @@
-"""Garbage collection in processes whose imports make hundreds of thousands of objects, none of them garbage.
+"""Settings of Python's garbage collector for a fast start, since imports create many objects that are never garbage.
 
-With its usual thresholds, the collector visits these objects dozens of times while torch is imported, and once more at
-the end of the process. That is a quarter of the CPU time of a short run.
+With its usual thresholds, the collector visits hundreds of thousands of objects dozens of times during the import of
+torch. It visits them once more at the end of the process. That is a quarter of the CPU time of a short run.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import atexit
 import gc
 
 STARTING = 1_000_000
-"""New containers before a starting process collects first, about three times as many as the imports of a run make."""
+"""Number of new containers before the first collection of a starting process, about three times that of its imports."""
 
 _USUAL = gc.get_threshold()
 
 
 def collect_rarely() -> None:
-    """Collect rarely until `settle`, and leave objects that are alive at the end to the operating system.
+    """Collect garbage rarely until `settle` is called, and skip the collection at the end of the process.
 
     A program calls this before its imports.
     """
@@ -25,9 +25,9 @@ def collect_rarely() -> None:
 
 
 def settle() -> None:
-    """End the start of this process: collect as usual, without visiting the imported objects.
+    """Return to the usual garbage collection after the start, and exclude the imported objects from collections.
 
-    Nothing changes in a process that did not call `collect_rarely`.
+    Has no effect in a process that did not call `collect_rarely`.
     """
     if gc.get_threshold()[0] == STARTING:
         gc.freeze()

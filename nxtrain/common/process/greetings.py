@@ -1,4 +1,4 @@
-"""Process groups without gloo's greetings: gloo prints one line per rank, and no setting stops it.
+"""Suppression of gloo's connection messages: gloo prints one line per rank, and has no setting to stop it.
 
 Source: `Context::connectFullMesh` in gloo/rendezvous/context.cc, writing to `std::cout` (torch 2.9).
 """
@@ -17,7 +17,7 @@ _GREETING = b"[Gloo] Rank "
 
 
 class _Held:
-    """Buffer for the process's standard output while any thread makes groups."""
+    """Buffer of this process's standard output while any thread creates process groups."""
 
     def __init__(self) -> None:
         self._lock, self._users = Lock(), 0
@@ -35,7 +35,7 @@ class _Held:
                     os.dup2(self._file.fileno(), _STDOUT)
 
     def end(self) -> None:
-        """Restore standard output at the last user's end, and write the buffered lines but the greetings."""
+        """Restore standard output when the last user ends, and print the buffered lines except gloo's messages."""
         with self._lock:
             self._users -= 1
             if self._users == 0 and self._before is not None:
@@ -61,7 +61,7 @@ _HELD = _Held()
 
 @contextmanager
 def without_greetings() -> Iterator[None]:
-    """Buffer the process's standard output within this context; at its end write all lines but the greetings."""
+    """Context that buffers standard output, and at its end prints all lines except gloo's connection messages."""
     _HELD.begin()
     try:
         yield

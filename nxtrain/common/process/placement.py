@@ -1,4 +1,7 @@
-"""Placement of this process in its job: the only code that reads the variables of torchrun's agent and of Slurm."""
+"""Placement of this process in its job, read from the environment variables of torchrun's agent and of Slurm.
+
+No other code reads these variables.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,27 @@ from nxtrain.common.errors import BackendError
 from nxtrain.common.text import listed
 
 SHOWN_CHARS = 40
-"""Most characters of a variable that a message shows."""
+"""Maximum number of characters of a variable that a message shows."""
 MAX_PORT = 65535
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Ranks, machine and start of this process in a job; a process started alone is rank 0 of 1.
+    """Rank, world size, machine and restart count of this process in a job. A process started alone is rank 0 of 1.
 
     Args:
-        restarts: Restarts of the ranks by the agent of this machine.
-        is_requeued: True if Slurm started the job before.
-        job: Job id of Slurm or run id of the agent, which distinguishes two identical commands; empty if there is none.
+        rank: Global rank.
+        world: Number of ranks of the job.
+        local_rank: Rank inside this machine.
+        local_world: Number of ranks on this machine.
+        restarts: Number of restarts of the ranks by the agent of this machine.
+        is_requeued: True if Slurm has started this job before.
+        job: Job id of Slurm or run id of the agent, which distinguishes two identical commands; empty without either.
         speaks_for_node: True if this rank prints the errors that all ranks of the node share.
-        is_launched: True if a launcher set the rank.
-        has_agent: True if an agent of torch started this process.
-        uses_agents_store: True if the agents keep the store of the rendezvous.
-        is_only_agent: True if one agent started all ranks.
+        is_launched: True if a launcher set the variable RANK.
+        has_agent: True if an agent of torchrun started this process.
+        uses_agents_store: True if the rendezvous store belongs to the agent.
+        is_only_agent: True if a single agent started all ranks.
     """
 
     rank: int = 0
@@ -45,7 +52,11 @@ class Placement:
 
     @staticmethod
     def read(environ: Mapping[str, str] = os.environ) -> Placement:
-        """Read the variables of torchrun's agent and of Slurm."""
+        """Read the environment variables of torchrun's agent and of Slurm.
+
+        Raises:
+            BackendError: The variables contradict each other, or have no meaning.
+        """
 
         def number(name: str, default: int) -> int:
             try:
@@ -73,7 +84,10 @@ class Placement:
         return placement
 
     def on_nodes(self, ranks: Iterable[int]) -> str:
-        """Text about the nodes of some ranks, counted from 0 as torchrun counts them. Empty if the run has one node."""
+        """Text that names the nodes of some ranks, such as ` on nodes 0, 2`; empty if the run has one node.
+
+        Nodes are counted from 0 as torchrun counts them.
+        """
         if self.world <= self.local_world:
             return ""
         nodes = sorted({rank // self.local_world for rank in ranks})
@@ -81,12 +95,12 @@ class Placement:
 
     @property
     def is_restart(self) -> bool:
-        """True if the same command was started before, by the agent or by Slurm."""
+        """True if the agent or Slurm has started the same command before."""
         return self.restarts > 0 or self.is_requeued
 
     @property
     def is_alone(self) -> bool:
-        """True if the run has no other process."""
+        """True if the job has only this process."""
         return self.world == 1
 
     @property
@@ -96,7 +110,7 @@ class Placement:
 
 
 def _contradiction(placement: Placement, environ: Mapping[str, str]) -> str:
-    """Reason why no world has this rank; empty if a world may have it."""
+    """Description of a contradiction between the variables of the rank and the world; empty if there is none."""
     rank, world = placement.rank, placement.world
     local_rank, local_world = placement.local_rank, placement.local_world
     rank_of_world = f"RANK={rank} of WORLD_SIZE={world}"
@@ -118,7 +132,7 @@ def _contradiction(placement: Placement, environ: Mapping[str, str]) -> str:
 
 
 def _unusable(environ: Mapping[str, str]) -> str:
-    """Reason why a variable that other libraries read, and would ignore, has no meaning; empty if all have one."""
+    """Description of an invalid variable that other libraries would ignore silently; empty if all are valid."""
     port = environ.get("MASTER_PORT", "1")
     if not (port.isascii() and port.isdigit() and len(port) <= len(str(MAX_PORT)) and 1 <= int(port) <= MAX_PORT):
         return f"MASTER_PORT={port[:SHOWN_CHARS]} is no port, which is a number from 1 to {MAX_PORT}"
@@ -133,6 +147,6 @@ def _unusable(environ: Mapping[str, str]) -> str:
 
 def _impossible(reason: str) -> BackendError:
     return BackendError(
-        f"{reason}; torchrun and nxtrain launch set the variables of ranks, and a command that is started alone needs "
+        f"{reason}; torchrun and nxtrain launch set these variables, and a command that is started alone needs "
         "none: unset it"
     )

@@ -1,4 +1,4 @@
-"""Progress of work that takes more than seconds: a live line on a terminal, elsewhere lines at intervals."""
+"""Progress display of long work: a live line on a terminal, plain lines at intervals elsewhere."""
 
 from __future__ import annotations
 
@@ -14,16 +14,25 @@ from nxtrain.common.process.console import PipeSafeConsole, standard_error
 from nxtrain.common.text import duration
 
 LINE_EVERY_S = 10.0
-"""Seconds until the first plain line, and between two lines."""
+"""Seconds before the first plain line, and between plain lines."""
 
 REDRAW_S = 1.0
-"""Seconds until a live line appears, and between redraws, which must not disturb a measurement."""
+"""Seconds before a live line appears, and between redraws. Frequent redraws would disturb a measurement."""
 
 
 class Progress:
-    """Progress on standard error within a context; short work shows nothing.
+    """Context that displays progress on standard error; work that ends quickly displays nothing.
 
-    A thread prints, so that the line also goes on while the work waits for one long call. A total of 0 is unknown.
+    A thread prints, so that the line is updated while the work waits in one long call.
+
+    Args:
+        label: Name of the work.
+        total: Amount of work; 0 if unknown.
+        on_terminals_only: Display nothing outside of a terminal.
+        console: Console for the display; by default the console on standard error.
+        clock: Clock in seconds.
+        line_every_s: Seconds between plain lines.
+        redraw_s: Seconds between redraws of a live line.
     """
 
     def __init__(  # 6 options, all of the display
@@ -61,11 +70,11 @@ class Progress:
             self._thread.join()
 
     def show(self, done: float, label: str = "") -> None:
-        """Set the amount of finished work and, if given, the label of the work under way."""
+        """Set the amount of finished work, and the label if one is given."""
         self._done, self._label = done, label or self._label
 
     def line(self) -> str:
-        """State in one line: share, time so far, and time left at the speed so far."""
+        """Progress as one line of text: finished share, elapsed time, and estimated time left."""
         spent_s = self._clock() - self._began_s
         parts = [f"{duration(spent_s)} so far"]
         if self.total and self._done:

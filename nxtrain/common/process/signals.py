@@ -1,7 +1,7 @@
-"""Signals that ask a run to stop: the first is recorded, the second ends the process at once.
+"""Signals that ask a run to stop: the first one is recorded, the second one ends the process at once.
 
-Python runs a handler in the main thread, between two of its instructions. The main thread may wait for other ranks for
-a long time. So the system writes each signal's number to a pipe at once, and a thread reads the pipe.
+Python runs a signal handler only in the main thread, which may wait for other ranks for a long time. Instead, the
+system writes each signal's number to a pipe at once, and a thread reads the pipe.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-"""Signals of preemption by a cluster, Slurm's warning before it, a keyboard interrupt, and a closed terminal."""
+"""Signals that request a stop: preemption by a cluster, Slurm's warning before it, Ctrl-C, and a closed terminal."""
 
 REPEAT_S = 1.0
-"""Seconds after the first signal in which another counts as the same request, such as one through the agent."""
+"""Seconds after the first signal in which another one counts as the same request, such as one from the agent."""
 
 
 class Signals:
-    """Stop requests that this process has received.
+    """Record of the stop signals that this process has received.
 
     Attributes:
-        asked: Name of the first signal; empty: none.
-        news: Set at the first signal; threads can wait for it.
+        asked: Name of the first signal; empty if there was none.
+        news: Event that is set at the first signal, so that threads can wait for a signal.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Signals:
         self._asked_at = 0.0
 
     def note(self, number: int) -> None:
-        """Record a signal; the second request ends the process."""
+        """Record a signal; a second request ends the process."""
         now = time.monotonic()
         if not self.asked:
             self._asked_at = now
@@ -47,7 +47,7 @@ class Signals:
             os._exit(128 + number)
 
     def follow(self, pipe: int) -> None:
-        """Record the signal numbers read from a pipe, until its other end is closed."""
+        """Record the signal numbers read from a pipe, until the other end of the pipe is closed."""
         numbers = os.read(pipe, 64)
         while numbers:
             for number in numbers:
@@ -58,7 +58,7 @@ class Signals:
 
 @contextmanager
 def noted() -> Iterator[Signals]:
-    """Record the signals that ask for a stop, within this context, instead of ending the process.
+    """Context in which stop signals are recorded instead of ending the process.
 
     A signal that the parent process set to be ignored, as `nohup` does, stays ignored.
 

@@ -1,4 +1,4 @@
-"""Last resorts of a process that hangs: stacks of its threads, lock-free output, and a timer that ends the process."""
+"""Diagnosis and end of a hanging process: stacks of its threads, lock-free output, and a hard exit timer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nxtrain.common.errors import HangError
 
 _MONOTONIC = getattr(time, "CLOCK_MONOTONIC", 1)
 _IN_A_THREAD = 2
-"""SIGEV_THREAD of signal.h, the same on all of Linux."""
+"""Value of SIGEV_THREAD in signal.h, equal on all Linux systems."""
 
 
 class _Event(ctypes.Structure):
@@ -33,7 +33,7 @@ class _Event(ctypes.Structure):
 
 
 class _Times(ctypes.Structure):
-    """C type `struct itimerspec`: one expiry, after seconds and nanoseconds."""
+    """C type `struct itimerspec`: one expiry after seconds and nanoseconds."""
 
     _fields_ = (
         ("every_s", ctypes.c_long),
@@ -44,7 +44,7 @@ class _Times(ctypes.Structure):
 
 
 class HardExitTimer:
-    """Timer that ends the process unless set again in time; without effect on systems without POSIX timers.
+    """Timer that ends the process unless it is set again in time; has no effect on systems without POSIX timers.
 
     A thread of the system's library calls `_exit`; Python and its locks are not involved.
 
@@ -61,11 +61,11 @@ class HardExitTimer:
 
     @property
     def works(self) -> bool:
-        """True if the system has such a timer."""
+        """True if the system has POSIX timers."""
         return self._library is not None
 
     def set(self, seconds: float) -> None:
-        """Set the timer to expire after so many seconds, replacing any earlier setting; 0 disarms it."""
+        """Set the timer to expire after some seconds, replacing any earlier setting; 0 disarms the timer."""
         if self._library is not None:
             whole, rest = divmod(seconds, 1.0)
             times = _Times(0, 0, int(whole), int(1e9 * rest))
@@ -82,18 +82,18 @@ def _library() -> ctypes.CDLL | None:
 
 
 DUMP = getattr(signal, "SIGUSR2", None)
-"""Signal that asks a process to print the stacks of its threads."""
+"""Signal on which a process prints the stacks of its threads."""
 
 PRINT_S = 0.5
 """Seconds for printing the stacks before the process ends."""
 
 
 def answer_requests() -> None:
-    """Print the stacks at every `DUMP` signal; signals while the interpreter shuts down are ignored.
+    """Print the stacks of all threads at every `DUMP` signal; signals during interpreter shutdown are ignored.
 
-    The stacks of a process whose threads all hang are printed, too, since no lock is taken. For the same reason
-    CPython may crash while it walks a frame that is just being made. Of 14,000 signals to a process that ran Python
-    code without a pause, 2 crashed CPython 3.11.7. A rank waits or computes outside of Python most of the time.
+    Stacks are printed even if all threads hang, since no lock is taken. For the same reason, CPython may crash while it
+    walks a frame that is just being made. Of 14,000 signals to a process that ran Python code without a pause, 2
+    crashed CPython 3.11.7. A rank waits or computes outside of Python most of the time.
     """
     if DUMP is not None and _has_descriptor():
         faulthandler.unregister(DUMP)
@@ -103,7 +103,10 @@ def answer_requests() -> None:
 
 
 def end_in(seconds: float) -> None:
-    """Schedule, without any lock, the stacks and the exit code of a hang after some seconds; a new call postpones."""
+    """Schedule the end of the process after some seconds, with its stacks and the exit code of a hang.
+
+    No lock is taken. A new call postpones the end.
+    """
     alarm = _alarm()
     alarm.set(seconds + PRINT_S)
     if _has_descriptor():
@@ -111,19 +114,19 @@ def end_in(seconds: float) -> None:
 
 
 def dismiss() -> None:
-    """Cancel the scheduled end; `DUMP` signals are still answered."""
+    """Cancel the end scheduled by `end_in`; `DUMP` signals are still answered."""
     faulthandler.cancel_dump_traceback_later()
     _alarm().set(0)
 
 
 def show() -> None:
-    """Print the stacks of all threads."""
+    """Print the stacks of all threads to standard error."""
     if _has_descriptor():
         faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
 
 
 def write(path: Path) -> None:
-    """Write the stacks to a file, whose folder is made."""
+    """Write the stacks of all threads to a file; the folder is created if absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         faulthandler.dump_traceback(file, all_threads=True)
@@ -134,9 +137,9 @@ _CLEAR_LINE = "\r\x1b[2K"
 
 
 def print_line(line: str) -> None:
-    """Print a line without the lock of Python's stream, which another thread may hold for ever; errors are ignored.
+    """Print a line to standard error without the lock of Python's stream, which a hanging thread may hold.
 
-    On a terminal the line takes the place of a live bar, which redraws itself below.
+    Errors are ignored. On a terminal, the line replaces a live progress bar, which redraws itself below.
     """
     is_screen = os.isatty(2) and os.environ.get("TERM") not in {None, "dumb", "unknown"}
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Standard streams whose readers may close them: a pager, a terminal, the reader of a log."""
+"""Standard streams that survive the exit of their reader, such as a pager or a terminal."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from nxtrain.common.errors import BackendError
 
 
 class OutputError(BackendError, OSError):
-    """Error of standard output or standard error that cannot be written, such as a file on a full disk."""
+    """Error of writing standard output or standard error, for example to a file on a full disk."""
 
 
 class PipeSafeStream:
     """A stream that drops its output once its pipe or terminal is closed; other errors end the command.
 
-    An error of a stream that carries results is an `OutputError`, at this write and all others.
+    With `carries_results`, an error of the stream is raised as an `OutputError`, at this write and at all later writes.
     """
 
     def __init__(self, stream: TextIO, *, carries_results: bool = False) -> None:
@@ -33,7 +33,7 @@ class PipeSafeStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write a text, or drop it once the reader is gone."""
+        """Write a text, or drop it if the reader has exited."""
         self._refuse()
         try:
             return self._stream.write(text)
@@ -42,7 +42,7 @@ class PipeSafeStream:
             return len(text)
 
     def flush(self) -> None:
-        """Flush the buffer, or drop it once the reader is gone."""
+        """Flush the buffer, or drop its content if the reader has exited."""
         self._refuse()
         try:
             self._stream.flush()
@@ -54,7 +54,7 @@ class PipeSafeStream:
             raise self._failure
 
     def _handle(self, error: OSError) -> None:
-        """Discard all further output if the reader is gone; raise any other error."""
+        """Discard all further output if the reader has exited; raise any other error."""
         descriptor = self._stream.fileno()
         is_gone = error.errno == errno.EPIPE or (
             error.errno == errno.EIO and stat.S_ISCHR(os.fstat(descriptor).st_mode)
@@ -69,7 +69,10 @@ class PipeSafeStream:
 
 @contextmanager
 def pipe_safe_streams() -> Iterator[None]:
-    """Wrap standard output and standard error, if they have descriptors, so that they outlive their readers."""
+    """Context in which standard output and standard error survive the exit of their readers.
+
+    Streams without a file descriptor are left unchanged.
+    """
     before = sys.stdout, sys.stderr
     sys.stdout = cast(TextIO, _pipe_safe(sys.stdout, carries_results=True))
     sys.stderr = cast(TextIO, _pipe_safe(sys.stderr))
@@ -86,7 +89,7 @@ def pipe_safe_streams() -> Iterator[None]:
 
 
 def _discard(stream: TextIO) -> None:
-    """Redirect the stream's descriptor to the null device, also for child processes, and flush the buffer there."""
+    """Redirect a stream's descriptor to the null device, for child processes too, and flush the buffer there."""
     nobody = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nobody, stream.fileno())
     os.close(nobody)
@@ -94,7 +97,7 @@ def _discard(stream: TextIO) -> None:
 
 
 def open_standard_streams() -> None:
-    """Connect closed standard streams to the null device: the next file opened would else get their descriptors."""
+    """Connect closed standard streams to the null device, since the next opened file would get their descriptors."""
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)

@@ -1,4 +1,4 @@
-"""Kinds of injected faults and their effects on a process; see `nxtrain.common.testing.faults`."""
+"""Kinds of injected faults, and their effects on a process; see `nxtrain.common.testing.faults`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 LONG_S = 10**6
 PAGE_BYTES = 4096
 VALUES = ("nan", "inf", "spike")
-"""Kinds that change numbers of a step, after which the step goes on."""
+"""Kinds of faults that change numbers of a step, after which the step continues."""
 _SIGNALS = {
     "kill": signal.SIGKILL,
     "stop": signal.SIGSTOP,
@@ -30,17 +30,17 @@ _WORKER_SIGNALS = {"killworker": signal.SIGKILL, "stopworker": signal.SIGSTOP}
 
 
 class InjectedError(RuntimeError):
-    """Error of an injected fault."""
+    """Error raised by an injected fault."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Arguments and possible points of a kind of fault.
+    """A kind of injected fault: its arguments, and the points where it is possible.
 
     Args:
-        takes: Description of the arguments, for messages.
-        pattern: Pattern of the arguments, joined by colons.
-        points: Patterns of the points where the kind is possible; empty: everywhere.
+        takes: Description of the arguments, for error messages.
+        pattern: Regular expression of the arguments, joined by colons.
+        points: Regular expressions of the points where the kind is possible; empty for all points.
     """
 
     takes: str = "no argument"
@@ -67,13 +67,19 @@ KINDS = {
 
 
 def spike_of(arguments: Sequence[str]) -> tuple[float, int]:
-    """Factor and number of steps of a spike; by default ten times, for one step."""
+    """Factor and number of steps of a spike fault; by default a factor of 10 for one step."""
     factor, steps = (*arguments, *("10", "1")[len(arguments) :])
     return float(factor), int(steps)
 
 
 def act(kind: str, arguments: Sequence[str], args: Sequence[Any]) -> None:
-    """Inject a fault that is not one of `VALUES`; `args` are the arguments of the function at the fault point."""
+    """Inject a fault of any kind outside `VALUES`.
+
+    Args:
+        kind: Kind of the fault.
+        arguments: Arguments of the fault.
+        args: Arguments of the function at the fault point.
+    """
     if kind in _SIGNALS:
         os.kill(os.getpid(), _SIGNALS[kind])
     elif kind in _WORKER_SIGNALS:
@@ -108,9 +114,9 @@ def _hang(*, holds_gil: bool) -> NoReturn:
 
 
 def altered(x: Tensor, factor: float = 1.0, first: float | None = None) -> Tensor:
-    """Copy of a tensor times a factor, with its first entry replaced by `first` unless `first` is None.
+    """Copy of a tensor times `factor`, with its first entry replaced by `first` unless `first` is None.
 
-    The numbers are uploaded, so that on a lazy device a step with a fault has the same graph as one without.
+    The numbers are uploaded as a tensor. On a lazy device, a step with a fault then has the same graph as any other.
     """
     replaces = 0.0 if first is None else 1.0
     numbers = torch.tensor([factor, replaces, first or 0.0]).to(x.device)
@@ -120,7 +126,7 @@ def altered(x: Tensor, factor: float = 1.0, first: float | None = None) -> Tenso
 
 @torch.no_grad()
 def flip(model: torch.nn.Module, name: str = "") -> None:
-    """Turn over the lowest bit of the first entry of a parameter that this rank holds."""
+    """Flip the lowest bit of the first entry of a parameter that this rank holds."""
     for parameter_name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
         if local.numel() and name in {"", parameter_name}:
@@ -129,11 +135,14 @@ def flip(model: torch.nn.Module, name: str = "") -> None:
             bits[0] ^= 1
             local.copy_(whole.to(local.device))
             return
-    raise InjectedError(f"this rank holds nothing of a parameter {name!r}")
+    raise InjectedError(f"this rank holds no entry of a parameter {name!r}")
 
 
 def write_part(writer: Any, block: Any, where: int, length: int) -> None:
-    """Write the first pages of a block as its writer does; the written bytes survive the process."""
+    """Write only the first pages of a block, rounded up from `length`, as the writer of a checkpoint would.
+
+    The written bytes survive the end of the process.
+    """
     pages = -(-length // PAGE_BYTES) * PAGE_BYTES
     with memoryview(block) as view:
         os.pwrite(writer._file, view[:pages], where)

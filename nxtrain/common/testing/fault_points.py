@@ -1,4 +1,4 @@
-"""Points of injected faults, and the syntax of `NXTRAIN_FAULTS`: `kind@rank:step:point[:argument...][,...]`.
+"""Points of injected faults, and syntax of `NXTRAIN_FAULTS`: `kind@rank:step:point[:argument...][,...]`.
 
 Examples:
     kill@1:5:reduce                rank 1 is killed as the gradients of step 5 are reduced
@@ -24,10 +24,11 @@ EXAMPLE = "kill@1:5:reduce or oserror@0:10:ckpt_write:ENOSPC:4096"
 
 @dataclass(frozen=True)
 class PatchPoint:
-    """Function that an injected fault wraps.
+    """Function that an injected fault wraps, at one point of a run.
 
     Args:
-        owner: `module` or `module:Class`.
+        owner: `module` or `module:Class` that has the function.
+        attribute: Name of the function.
         when: Time of the fault: before the call, after the return, or in the middle of the written block.
     """
 
@@ -55,7 +56,10 @@ POINTS = {
     "worker": PatchPoint("nxtrain.data.workers:Workers", "rows"),
     "log": PatchPoint("nxtrain.metrics.sinks:JsonlSink", "log"),
 }
-"""Points of faults by name. A run loads before its first step, so the step of `load` is 0."""
+"""Functions that faults wrap, by the name of the fault point.
+
+A run loads its checkpoint before its first step, so the step of point `load` is 0.
+"""
 
 GRADIENTS = (
     PatchPoint("nxtrain.parallel.data_parallel:Bucketed", "_take"),
@@ -64,15 +68,17 @@ GRADIENTS = (
 """Functions that return this rank's gradient of a parameter: before averaging, or after it with torch's sharding."""
 
 LOSS = PatchPoint("nxtrain.train.step", "_sums")
-"""Function that returns the loss of a micro-batch; `bwd` changes this number alone, `fwd` the gradients too."""
+"""Function that returns the loss of a micro-batch. `bwd` faults change its value only; `fwd` faults change gradients
+too.
+"""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One parsed fault.
+    """One injected fault, parsed from `NXTRAIN_FAULTS`.
 
     Args:
-        rank, step: Rank and step of the fault; None: all ranks, all steps.
+        rank, step: Rank and step of the fault; None for all ranks or all steps.
         after_bytes: With `ckpt_write`, number of bytes written before the fault.
         repeats: The fault fires again after a restart.
     """
@@ -87,12 +93,16 @@ class Fault:
     text: str = ""
 
     def is_due(self, rank: int, step: int, *, within: int = 1) -> bool:
-        """True if the fault belongs to a rank, and its step is among the last `within` steps up to `step`."""
+        """True if the fault applies to this rank, and its step is among the last `within` steps up to `step`."""
         return self.rank in {None, rank} and (self.step is None or self.step <= step < self.step + within)
 
 
 def parse(text: str) -> list[Fault]:
-    """Parse the value of the variable `NXTRAIN_FAULTS`."""
+    """Parse the value of the environment variable `NXTRAIN_FAULTS`.
+
+    Raises:
+        ConfigError: The text is not a list of faults.
+    """
     return [_parse(part.strip()) for part in text.split(",")]
 
 

@@ -1,8 +1,8 @@
-"""Fault injection for tests: `NXTRAIN_FAULTS=kind@rank:step:point[:argument...][,...]` breaks a run at these points.
+"""Fault injection for tests: `NXTRAIN_FAULTS=kind@rank:step:point[:argument...][,...]` breaks a run on purpose.
 
-No other part of a run imports this module. If the variable is set, `nxtrain train` arms the faults: it wraps the
-functions at their points. A fault fires once at a step and not again after a restart, since a file in run.dir/faults
-records the fault; `kind!` fires every time.
+No other part of a run imports this module. If the variable is set, `nxtrain train` wraps the functions at the fault
+points. A fault fires once, and not again after a restart, since a file in run.dir/faults records it. A `kind!` fault
+fires every time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DATA_THREADS = "nxtrain-data"
 
 
 def arm(text: str, run_dir: Path, rank: int) -> None:
-    """Wrap the functions at the points of the faults, for the rest of this process."""
+    """Wrap the functions at the points of all faults in `text`, for the rest of this process."""
     faults = parse(text)
     standard_error(quiet=rank != 0).print(
         f"warning: {VARIABLE} is set, and this run will be broken on purpose: {', '.join(f.text for f in faults)}",
@@ -37,7 +37,7 @@ def arm(text: str, run_dir: Path, rank: int) -> None:
 
 
 class _Armed:
-    """Armed faults of one rank, and the folder with a file for each fault that has fired."""
+    """Active faults of one rank, and the folder with a marker file for each fault that has fired."""
 
     def __init__(self, faults: Sequence[Fault], folder: Path, rank: int) -> None:
         self._faults = [fault for fault in faults if fault.rank in {None, rank}]
@@ -127,7 +127,7 @@ class _Armed:
                 self._reach(point, step, args, [fault])
 
     def _reach(self, point: str, step: int, args: Sequence[Any], among: Sequence[Fault] | None = None) -> None:
-        """Fire the faults that are due at a point."""
+        """Fire the faults that are due at a point in a step."""
         for fault in self._faults if among is None else among:
             if fault.point != point or fault.kind in fault_kinds.VALUES:
                 continue
@@ -139,7 +139,10 @@ class _Armed:
                 fault_kinds.act(fault.kind, fault.arguments, args)
 
     def _fires(self, fault: Fault, step: int) -> bool:
-        """True if a due fault fires: a repeating fault always, others once, which is recorded for later starts."""
+        """True if a due fault fires now: a repeating fault always fires, any other once.
+
+        The fault is recorded in the faults folder for later starts.
+        """
         if not fault.repeats:
             name = re.sub(r"[^\w!-]+", "-", fault.text.replace("*", "all"))
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -182,7 +185,7 @@ def _replace(target: PatchPoint, wrapper: Callable[[Callable[..., Any]], Callabl
 
 
 def owner_of(target: PatchPoint) -> Any:
-    """Module or class of the function at a point."""
+    """Module or class that has the function of a patch point."""
     module, _, class_name = target.owner.partition(":")
     owner = importlib.import_module(module)
     return getattr(owner, class_name) if class_name else owner

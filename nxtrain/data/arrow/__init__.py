@@ -1,1 +1,1 @@
-"""Corpora in Arrow files: preparation, random access and inspection."""
+"""Corpora in Arrow files: preparation, random access, packing and inspection."""

@@ -1,7 +1,7 @@
-"""Conversations written by a tokenizer's chat template, one document for each answer.
+"""Conversion of conversations to documents by a tokenizer's chat template, one document for each answer.
 
-The template, its functions and its settings are those of `apply_chat_template` in transformers, of which the tests
-compare every text and id.
+The template, its functions and its settings follow `apply_chat_template` in transformers. The tests compare every text
+and id with transformers.
 
 Source: `src/transformers/utils/chat_template_utils.py` of transformers 4.57.
 """
@@ -38,11 +38,11 @@ Message = Mapping[str, Any]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ANSWER = "\ufdd0"
-"""Mark before the text of a `{% generation %}` block: a noncharacter, which no text for interchange has."""
+"""Mark before the text of a `{% generation %}` block: a Unicode noncharacter, which no interchanged text has."""
 
 
 class GenerationBlocks(Extension):
-    """Blocks `{% generation %}` of a template, which hold the answers; each gets a mark before its text."""
+    """Jinja extension for `{% generation %}` blocks of a chat template, which mark the begin of each answer's text."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares them so
 
@@ -56,13 +56,13 @@ class GenerationBlocks(Extension):
 
 
 class ChatTemplate:
-    """Chat template of a tokenizer's folder.
+    """Chat template of a tokenizer, from its folder.
 
     Args:
-        tokenizer: A `chat_template.jinja` or `tokenizer_config.json` is next to its file.
+        tokenizer: Tokenizer with a `chat_template.jinja` or `tokenizer_config.json` next to its file.
 
     Attributes:
-        digest: Identity of the template and of its special tokens.
+        digest: Hash of the template and of its special tokens.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
@@ -87,7 +87,7 @@ class ChatTemplate:
         self.digest = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
     def documents(self, messages: object) -> Iterator[tuple[bytes, int]]:
-        """Documents of a conversation: all turns up to each answer, with the number of bytes before the answer.
+        """Documents of a conversation: all turns up to each answer, with the number of prompt bytes before the answer.
 
         An answer begins with its first `{% generation %}` block. In a template without such blocks, it begins after the
         generation prompt. A document ends before the end of text, which the column adds.
@@ -99,7 +99,7 @@ class ChatTemplate:
                 yield self._document(turns, number)
 
     def last_answer(self, turns: Sequence[Message]) -> tuple[bytes, int]:
-        """Document of the last turn, an answer, with the number of bytes before the answer; as in `documents`."""
+        """Document that ends with the last turn, an answer, with the number of prompt bytes; see `documents`."""
         self._refuse_special(turns)
         return self._document(turns, len(turns) - 1)
 
@@ -111,12 +111,16 @@ class ChatTemplate:
             num_earlier = prompt.count(_ANSWER) + 1
             prompt, answer = "".join(parts[:num_earlier]), "".join(parts[num_earlier:])
             if len(parts) == num_earlier:
-                detail = f"the template writes turn {number + 1} without a generation block; no answer can be told"
+                detail = (
+                    f"the template writes turn {number + 1} without a generation block, so the answer is not marked"
+                )
                 raise BadRowError(BAD_CONVERSATION, detail)
         elif text.startswith(prompt):
             answer = text[len(prompt) :]
         else:
-            detail = f"the template writes turn {number + 1} in another way than its prompt; no answer can be told"
+            detail = (
+                f"the template writes turn {number + 1} differently from its prompt, so the answer cannot be split off"
+            )
             raise BadRowError(BAD_CONVERSATION, detail)
         bare = answer.rstrip()
         if bare.endswith(self._end):
@@ -135,7 +139,7 @@ class ChatTemplate:
             raise BadRowError(BAD_CONVERSATION, f"the chat template refuses it: {error}") from error
 
     def _refuse_special(self, turns: Sequence[Message]) -> None:
-        """Refuse text of a turn that spells a special token, such as an end of turn, or an answer's mark."""
+        """Raise a BadRowError if the text of a turn contains a special token or an answer mark."""
         for number, turn in enumerate(turns, 1):
             if self._has_blocks and _ANSWER in turn["role"] + turn["content"]:
                 raise BadRowError(SPECIAL_TOKEN, f"turn {number} holds the noncharacter U+FDD0; remove it")
@@ -144,11 +148,11 @@ class ChatTemplate:
         for number, turn in enumerate(turns, 1):
             spelled = self._special.search(turn["content"])
             if spelled:
-                raise BadRowError(SPECIAL_TOKEN, f"turn {number} spells the special token {spelled[0]!r}; remove it")
+                raise BadRowError(SPECIAL_TOKEN, f"turn {number} contains the special token {spelled[0]!r}; remove it")
 
 
 def with_special_tokens(tokenizer: TextTokenizer) -> TextTokenizer:
-    """Copy of a tokenizer that reads special tokens in text."""
+    """Copy of a tokenizer that encodes special tokens in a text as such."""
     copy = Tokenizer.from_str(tokenizer.tokenizer.to_str())
     copy.encode_special_tokens = False
     return replace(tokenizer, tokenizer=copy)
@@ -165,7 +169,7 @@ def _config(file: Path) -> dict[str, Any]:
 
 
 def _template_text(tokenizer: Path, config: Mapping[str, Any]) -> str:
-    """Text of the template: from its separate file, else from the tokenizer's configuration."""
+    """Text of the chat template: from its own file, else from the tokenizer's configuration."""
     file = tokenizer.with_name(TEMPLATE_FILE)
     if file.exists():
         try:
@@ -201,7 +205,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def checked_turns(messages: object) -> list[Message]:
-    """Turns of a conversation, each with a role and a text; raises BadRowError for anything else."""
+    """Turns of a conversation, each with a role and a text; raise a BadRowError for anything else."""
     if messages is None:
         raise BadRowError(MISSING_FIELD, "no conversation; name its field with --field")
     if not isinstance(messages, list):

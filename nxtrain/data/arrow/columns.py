@@ -1,4 +1,4 @@
-"""Columns of a prepared corpus: documents as text, or as token ids that end with the tokenizer's end of text."""
+"""Columns of a prepared corpus: documents as text, or as token ids that end with the end-of-text id."""
 
 from __future__ import annotations
 
@@ -27,27 +27,29 @@ END_ID_KEY = b"nxtrain.end_id"
 SHARD_KEY = b"nxtrain.shard"
 CHECKSUMS_KEY = b"nxtrain.checksums"
 PAIRS_KEY = b"nxtrain.pairs"
-"""Entry of a corpus of pairs: documents 2k and 2k + 1 are the chosen and the rejected answer of pair k."""
+"""Metadata key of a corpus of pairs: documents 2k and 2k + 1 are the chosen and the rejected answer of pair k."""
 
 CHECKSUMS = "xxh3-64"
-"""Value of the entry `CHECKSUMS_KEY`: the kind of a file's checksums. Files of earlier releases lack the entry."""
+"""Value of the metadata key `CHECKSUMS_KEY`: kind of the file's checksums. Files of earlier releases lack the key."""
 
 TEXT = "text"
 IDS = "ids"
 PROMPT = "prompt"
 LABEL = "label"
 CONTINUES = "continues"
-"""Names of the columns. The optional second column has the length of each document's prompt, in bytes or tokens; or 1
-for a section of a text file that goes on in the next document, else 0. In a corpus of labelled answers, a third column
-after the prompts has 1 for a desirable answer, else 0."""
+"""Names of the columns after the documents.
+
+`prompt` has the length of each document's prompt, in bytes or tokens. `continues` has 1 for a section of a text file
+that continues in the next document, else 0. `label` follows `prompt`, and has 1 for a desirable answer, else 0.
+"""
 
 FURTHER_COLUMNS = ((), (PROMPT,), (PROMPT, LABEL), (CONTINUES,))
-"""Columns of numbers that a corpus may have after its documents."""
+"""Combinations of number columns that a corpus may have after its documents."""
 
 TEXT_FIELD = pa.field(TEXT, pa.large_string(), nullable=False)
 
 SECTION_CHARS = 1 << 20
-"""Longest text that is encoded in one call. Longer documents are cut at ends of lines, which bounds the memory."""
+"""Maximum characters that are encoded in one call. Longer documents are cut at line ends, which bounds the memory."""
 
 Ids = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
@@ -57,12 +59,12 @@ _ANY_VOCABULARY = 1 << 32
 
 
 def ids_field(dtype: np.dtype[Any]) -> pa.Field:
-    """Column of documents as lists of ids."""
+    """Arrow field of documents as lists of token ids."""
     return pa.field(IDS, pa.large_list(pa.field("item", pa.from_numpy_dtype(dtype), nullable=False)), nullable=False)
 
 
 def text_array(texts: Sequence[bytes], prompts: Sequence[int]) -> tuple[pa.Array, Sequence[int]]:
-    """Column of documents in UTF-8, which were checked when they were read, and the bytes of their prompts."""
+    """Arrow array of UTF-8 documents, already validated, and the length of their prompts in bytes."""
     ends = np.zeros(len(texts) + 1, np.int64)
     np.cumsum([len(text) for text in texts], out=ends[1:])
     content = pa.py_buffer(b"".join(texts))
@@ -72,13 +74,13 @@ def text_array(texts: Sequence[bytes], prompts: Sequence[int]) -> tuple[pa.Array
 def ids_array(
     tokenizer: TextTokenizer, dtype: np.dtype[Any], texts: Sequence[bytes], prompts: Sequence[int]
 ) -> tuple[pa.Array, Sequence[int]]:
-    """Column of documents as ids, each with the end of text after it, and the tokens of their prompts."""
+    """Arrow array of documents as token ids with the end-of-text id, and the length of their prompts in tokens."""
     encoded = list(encode_prompted(tokenizer, texts, prompts))
     return list_array([ids for ids, _ in encoded], dtype), [num_tokens for _, num_tokens in encoded]
 
 
 def list_array(documents: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> pa.Array:
-    """Column of documents that are arrays of ids."""
+    """Arrow array of documents, given as arrays of token ids."""
     ends = np.zeros(len(documents) + 1, np.int64)
     np.cumsum([ids.size for ids in documents], out=ends[1:])
     values = np.concatenate([np.empty(0, dtype), *documents], dtype=dtype, casting="same_kind")
@@ -88,9 +90,9 @@ def list_array(documents: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> pa.Ar
 def encode_prompted(
     tokenizer: TextTokenizer, texts: Sequence[bytes], prompts: Sequence[int]
 ) -> Iterator[tuple[Ids, int]]:
-    """Ids of each document, with the end of text after them, and the number of its prompt's tokens.
+    """Token ids of each document, with the end-of-text id, and the number of tokens of its prompt.
 
-    A prompt is encoded apart from its answer, so that no token is of both.
+    A prompt and its answer are encoded separately, so that no token spans both.
     """
     answers = encode(tokenizer, [text[length:] for text, length in zip(texts, prompts, strict=True)])
     if not any(prompts):
@@ -102,7 +104,7 @@ def encode_prompted(
 
 
 def encode(tokenizer: TextTokenizer, texts: Sequence[bytes]) -> Iterator[Ids]:
-    """Ids of each document in UTF-8, with the end of text after them; many documents are encoded at once."""
+    """Token ids of each UTF-8 document, with the end-of-text id; many documents are encoded at once."""
     end = np.array([tokenizer.end_id], np.uint32)
     held: list[Ids] = []
     for batch in _batches(texts):
@@ -115,7 +117,7 @@ def encode(tokenizer: TextTokenizer, texts: Sequence[bytes]) -> Iterator[Ids]:
 
 
 def _batches(texts: Sequence[bytes]) -> Iterator[list[tuple[str, bool]]]:
-    """Sections of documents in groups of bounded size; True marks the last section of a document."""
+    """Split documents into sections, grouped in batches of bounded size; True marks the last section of a document."""
     batch: list[tuple[str, bool]] = []
     num_chars = 0
     for content in texts:
@@ -136,7 +138,7 @@ def _batches(texts: Sequence[bytes]) -> Iterator[list[tuple[str, bool]]]:
 
 
 def open_tokenizer(folder: Path) -> TextTokenizer:
-    """Load the tokenizer that --tokenizer names."""
+    """Load the tokenizer given by --tokenizer."""
     file = folder / "tokenizer.json" if folder.is_dir() else folder
     if not file.exists():
         raise ConfigError(f"--tokenizer: {file} does not exist; give a folder with tokenizer.json, or the file")
@@ -155,11 +157,15 @@ def schema_of(
     extra: Sequence[str] = (),
     metadata: Mapping[bytes, bytes] | None = None,
 ) -> pa.Schema:
-    """Schema of a shard; its metadata names the format, the sources and the settings.
+    """Arrow schema of a shard; its metadata has the format version, the sources and the settings.
 
     Args:
         settings: Settings that, with the sources, determine the bytes of the corpus, as JSON.
+        shard: Number of the shard.
+        field: Field of the documents.
+        sources: Fingerprint of the sources.
         extra: Names of the further columns, one of `FURTHER_COLUMNS`.
+        metadata: Further metadata.
     """
     entries = {
         FORMAT_KEY: str(FORMAT_VERSION).encode(),
@@ -174,7 +180,7 @@ def schema_of(
 
 
 def check_schema(schema: pa.Schema, file: Location) -> None:
-    """Check the format and the columns of a prepared corpus."""
+    """Raise a DataError unless a schema has the format and the columns of a prepared corpus."""
     metadata = schema.metadata or {}
     version = metadata.get(FORMAT_KEY, b"").decode(errors="replace")
     if version != str(FORMAT_VERSION):

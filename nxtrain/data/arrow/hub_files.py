@@ -1,7 +1,7 @@
-"""Files of a data set of the Hugging Face Hub, as sources of a corpus: `hf://org/name[/pattern][@revision]`.
+"""Files of a Hugging Face Hub data set as sources of a corpus: `hf://org/name[/pattern][@revision]`.
 
-The files of one commit are fetched into the cache of the Hub's client. A prepared corpus records the commit, and the
-same command goes on with the recorded one.
+The files of one commit are downloaded into the cache of the Hub's client. A prepared corpus records the commit, and the
+same command continues with the recorded commit.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ _SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Words in paths that name a split. Source: datasets 5.2, data_files.py, SPLIT_KEYWORDS."""
+"""Words in file paths that identify a split. Source: datasets 5.2, data_files.py, SPLIT_KEYWORDS."""
 
 
 @dataclass(frozen=True)
 class HubAddress:
-    """Address of files of a data set.
+    """Address of files in a Hub data set, as given on the command line.
 
     Args:
-        name: The data set, with the revision that the address names.
-        pattern: File, folder, or pattern whose `*` stays in one folder and whose `**` does not; empty: all data files.
+        name: The data set, with the revision of the address.
+        pattern: File, folder, or glob in which `*` matches inside one folder and `**` across folders; empty for all
+            data files.
     """
 
     name: HubName
@@ -43,7 +44,11 @@ class HubAddress:
 
     @staticmethod
     def parse(text: str) -> HubAddress:
-        """Address of a text that begins with `hf://`."""
+        """Parse an address that begins with `hf://`.
+
+        Raises:
+            ConfigError: The address names no files of a data set.
+        """
         match = _ADDRESS.fullmatch(text)
         if match is None:
             hint = f"write {SCHEME}org/name, {SCHEME}org/name/*.parquet or {SCHEME}org/name/data@revision"
@@ -51,7 +56,7 @@ class HubAddress:
         return HubAddress(HubName(match[1], match[3] or "", "dataset"), (match[2] or "").strip("/"))
 
     def __str__(self) -> str:
-        """Address with the revision last."""
+        """Text of the address, with the revision at the end."""
         path, revision = "", ""
         if self.pattern:
             path = f"/{self.pattern}"
@@ -60,25 +65,25 @@ class HubAddress:
         return f"{SCHEME}{self.name.repository}{path}{revision}"
 
     def fetch(self, only: str, recorded: Iterable[str], print_line: Callable[[str], None]) -> HubFiles:
-        """Fetch the files that the pattern chooses.
+        """Download the files that the address selects.
 
         Args:
-            only: Pattern that the names of the files must match; empty: all.
-            recorded: Addresses that an earlier call of the same preparation has pinned.
-            print_line: Prints a line before files come over the network.
+            only: Pattern that the file names must match; empty for all.
+            recorded: Addresses with commits from an earlier call of the same preparation.
+            print_line: Prints a line before a download.
 
         Raises:
-            ConfigError: There is no such data set, revision or file, or the user may not read the files.
+            ConfigError: There is no such data set, revision or file, or the user has no access to the files.
             DataError: The files belong to several splits, and no pattern chooses.
-            StorageError: The Hub cannot be reached, or the disk has no room.
+            StorageError: The Hub cannot be reached, or the disk has not enough space.
         """
         pinned = self._pinned(recorded)
         sizes = pinned.name.sizes()
         chosen = [file for file in sorted(sizes) if self._chooses(file)]
         chosen = [file for file in chosen if not only or fnmatch.fnmatch(PurePosixPath(file).name, only)]
         if not chosen:
-            reason = f"{pinned} has no file of these names"
-            hint = f"look at {pinned.name.page}/tree/{pinned.name.revision}; its data may be behind a script"
+            reason = f"{pinned} has no file that matches"
+            hint = f"look at {pinned.name.page}/tree/{pinned.name.revision}; its data may need a loading script"
             raise ConfigError([Problem("", reason, hint=hint)])
         if not self.pattern and not only:
             _refuse_splits(pinned, chosen)
@@ -112,10 +117,10 @@ class HubAddress:
 
 @dataclass(frozen=True)
 class HubFiles:
-    """Files of a commit in the cache of this machine.
+    """Downloaded files of a data set's commit, in this machine's cache.
 
     Args:
-        address: Address with the commit.
+        address: Address, pinned to the commit.
         folder: Folder of the commit.
         files: Paths of the files in the folder, sorted.
     """
@@ -130,7 +135,7 @@ def _is_hidden(file: str) -> bool:
 
 
 def _refuse_splits(address: HubAddress, files: Iterable[str]) -> None:
-    """Refuse files of several splits, so that a test split is never trained on by accident."""
+    """Raise a DataError for files of several splits, so that a test split is never trained on by accident."""
     by_split: dict[str, list[str]] = defaultdict(list)
     for file in files:
         parts = set(re.split(r"[^a-z]+", file.lower()))

@@ -1,4 +1,4 @@
-"""Statistics of a corpus: sizes, lengths of documents, samples, and the waste of each kind of packing."""
+"""Statistics of a corpus: sizes, document lengths, sample documents, and the waste of each packing method."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ _SAMPLE_CHARS = 160
 _SAMPLE_IDS = 16
 
 _EXPECTED = 64
-"""Documents that are fetched at once from object storage."""
+"""Number of documents that are prefetched from object storage."""
 
 _BATCH_BYTES = 4 << 20
 _BATCH_DOCUMENTS = 1 << 16
 
 
 class Lengths:
-    """Number of documents of each length, in memory of at most sqrt(2 N) entries for a corpus of N tokens."""
+    """Histogram of document lengths, with at most sqrt(2 N) entries in memory for a corpus of N tokens."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
         self.number, self.total = 0, 0
 
     def add(self, lengths: NDArray[np.int64]) -> None:
-        """Count lengths."""
+        """Add document lengths to the histogram."""
         values, counts = np.unique(lengths, return_counts=True)
         self._counts.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
         self.number += lengths.size
         self.total += int(lengths.sum())
 
     def quantile(self, share: float) -> int:
-        """Smallest length that a share of the documents does not exceed; 0 without documents."""
+        """Smallest length that at least a given share of the documents does not exceed; 0 without documents."""
         rank, below = max(1, math.ceil(share * self.number)), 0
         for length, number in sorted(self._counts.items()):
             below += number
@@ -60,13 +60,13 @@ class Lengths:
 
 
 class PackingWaste:
-    """Waste of each way to pack documents, for documents in the order of the corpus.
+    """Share of tokens or positions that each packing method wastes, for documents in corpus order.
 
-    `concat` cuts one stream at every row: the tokens after the last full row are dropped. `best_fit` never cuts a
-    document that fits, and pads what stays free of a row.
+    `concat` cuts one stream at every row, and drops the tokens after the last full row. `best_fit` never cuts a
+    document that fits a row, and pads the free rest of each row.
 
     Args:
-        seq_len: Targets in a row; a row holds one token more.
+        seq_len: Targets in a row; a row has one token more.
     """
 
     def __init__(self, seq_len: int) -> None:
@@ -76,7 +76,7 @@ class PackingWaste:
         self._cut, self._long = 0, 0
 
     def add(self, lengths: NDArray[np.int64]) -> None:
-        """Count documents, by their tokens."""
+        """Add documents, given by their numbers of tokens."""
         whole, rest = np.divmod(lengths, self._capacity)
         self._num_whole += int(whole.sum())
         self._rests += np.bincount(rest, minlength=self._capacity)
@@ -90,7 +90,7 @@ class PackingWaste:
         self._total += int(lengths.sum())
 
     def to_json(self) -> dict[str, Any]:
-        """Waste as a share, rows and number of cut documents, by way of packing."""
+        """Wasted share, number of rows and number of cut documents, for each packing method."""
         rows = max(0, self._total - 1) // self._seq_len
         wasted = float(self._total)
         if self._total > 1:
@@ -118,11 +118,11 @@ def inspect_corpus(
     mixed: bool = False,
     cache: Path = Path(),
 ) -> dict[str, Any]:
-    """Statistics of a prepared corpus, or of files that `prepare_corpus` reads, in one pass and bounded memory.
+    """Compute statistics of a prepared corpus, or of source files, in one pass and bounded memory.
 
     Args:
-        tokenizer: Tokenizer that counts the tokens of text; None: text is measured in bytes.
-        field, lines, only, mixed: As in `PreparationRequest`, for files that `prepare_corpus` reads.
+        tokenizer: Tokenizer that counts the tokens of text; None to measure text in bytes.
+        field, lines, only, mixed: As in `PreparationRequest`, for source files.
 
     Raises:
         ConfigError: There is no such path.
@@ -138,7 +138,7 @@ def inspect_corpus(
 
 
 def refuse_incomplete(statistics: dict[str, Any]) -> None:
-    """Refuse statistics of files that are damaged or hold no document."""
+    """Raise a DataError for statistics of files that are damaged or have no document."""
     path, skipped = statistics["path"], statistics["skipped"]
     if DAMAGED in skipped:
         raise DataError(
@@ -151,7 +151,7 @@ def refuse_incomplete(statistics: dict[str, Any]) -> None:
 
 
 def verify_corpus(path: Location, cache: Path = Path()) -> None:
-    """Compare every byte of a prepared corpus with its checksums.
+    """Verify every byte of a prepared corpus against its checksums.
 
     Raises:
         ConfigError: There is no such path.
@@ -202,7 +202,7 @@ def _of_prepared(corpus: PreparedCorpus, seq_len: int, tokenizer: TextTokenizer 
 
 
 def _samples(corpus: PreparedCorpus, tokenizer: TextTokenizer | None) -> list[dict[str, Any]]:
-    """Begins of three documents."""
+    """First characters or tokens of three sample documents."""
     if not len(corpus):
         return []
     documents = sorted({0, len(corpus) // 2, len(corpus) - 1})
@@ -210,7 +210,7 @@ def _samples(corpus: PreparedCorpus, tokenizer: TextTokenizer | None) -> list[di
 
 
 def _pairs(corpus: PreparedCorpus, tokenizer: TextTokenizer | None) -> list[dict[str, Any]]:
-    """Three pairs: the end of the prompt, and the begins of both answers; ids without a tokenizer."""
+    """Three sample pairs: the end of the prompt, and the begin of both answers; ids without a tokenizer."""
     samples = []
     num_pairs = len(corpus) // 2
     for pair in sorted({0, num_pairs // 2, num_pairs - 1} if num_pairs else ()):
@@ -271,7 +271,7 @@ def _of_sources(
 
 
 class _Statistics:
-    """Lengths and waste of documents that are counted in groups of bounded size: in tokens, or in bytes of text."""
+    """Accumulator of document lengths and packing waste, in tokens, or in bytes of text."""
 
     def __init__(self, seq_len: int, tokenizer: TextTokenizer | None, *, has_tokens: bool) -> None:
         self._seq_len, self._tokenizer = seq_len, tokenizer
@@ -282,20 +282,20 @@ class _Statistics:
         self.num_bytes = 0
 
     def add(self, text: bytes) -> None:
-        """Count a document."""
+        """Add one document."""
         self._texts.append(text)
         self._held += len(text)
         if self._held >= _BATCH_BYTES or len(self._texts) >= _BATCH_DOCUMENTS:
             self._add_texts()
 
     def add_lengths(self, lengths: NDArray[np.int64]) -> None:
-        """Count documents by their lengths."""
+        """Add documents, given by their lengths."""
         self.lengths.add(lengths)
         if self._has_tokens:
             self._packing.add(lengths)
 
     def to_json(self) -> dict[str, Any]:
-        """Statistics of all documents."""
+        """Statistics of all added documents."""
         self._add_texts()
         lengths = self.lengths
         tokens, unit = None, "bytes"

@@ -1,8 +1,7 @@
-"""Arrow IPC files that grow batch by batch, so that a killed writer goes on after the last whole batch.
+"""Writer of Arrow IPC files batch by batch, so that a killed writer can continue after the last complete batch.
 
-pyarrow writes a file from its begin to its end only: the footer holds the location of every batch. Messages are
-therefore appended one by one, and the footer is pyarrow's own for a file without a batch, with the list of batches
-replaced.
+pyarrow can only write a file in one go, since the footer has the location of every batch. Messages are therefore
+appended one by one. The footer is pyarrow's footer of a file without batches, with the list of batches replaced.
 
 Reference: Arrow columnar format, "IPC File Format"; format/File.fbs for the footer.
 """
@@ -19,21 +18,21 @@ MAGIC = b"ARROW1"
 
 _BEGIN = MAGIC + b"\0\0"
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
-"""Bytes after the last batch."""
+"""Marker bytes after the last batch."""
 
 _BATCHES_FIELD = 3
-"""Number of the footer's field `recordBatches`."""
+"""Index of the footer's field `recordBatches`."""
 
 _BLOCK = struct.Struct("<qi4xq")
-"""Location of a batch in the format of the footer: offset, bytes of the metadata, bytes of the body."""
+"""Binary format of a batch's location in the footer: offset, bytes of the metadata, bytes of the body."""
 
 
 class Block(NamedTuple):
-    """Location of a batch in a file.
+    """Location of a record batch in an Arrow file.
 
     Args:
         offset: First byte of the message.
-        metadata: Bytes of the message before its body.
+        metadata: Number of bytes of the message before its body.
     """
 
     offset: int
@@ -42,12 +41,12 @@ class Block(NamedTuple):
 
 
 def begin(schema: pa.Schema) -> bytes:
-    """First bytes of a file: magic number and schema."""
+    """First bytes of an Arrow file: magic number and schema."""
     return _BEGIN + bytes(schema.serialize())
 
 
 def message(batch: pa.RecordBatch, offset: int) -> tuple[pa.Buffer, Block]:
-    """Bytes of a batch, and its location if the bytes are written at an offset."""
+    """Bytes of a record batch, and its location if written at a given offset."""
     content = batch.serialize()
     _, size = struct.unpack_from("<ii", content)
     metadata = 8 + size
@@ -55,13 +54,13 @@ def message(batch: pa.RecordBatch, offset: int) -> tuple[pa.Buffer, Block]:
 
 
 def end(schema: pa.Schema, blocks: Sequence[Block]) -> bytes:
-    """Last bytes of a file: footer, length of the footer, magic number."""
+    """Last bytes of an Arrow file: footer, length of the footer, and magic number."""
     footer = _footer(schema, blocks)
     return footer + struct.pack("<i", len(footer)) + MAGIC
 
 
 def blocks_of(footer: bytes) -> Iterator[Block]:
-    """Locations of the batches in a footer; nothing for a footer that is damaged."""
+    """Locations of the record batches in a footer; empty if the footer is damaged."""
     try:
         begin = _batches_at(footer)
         begin += struct.unpack_from("<I", footer, begin)[0]
@@ -74,7 +73,7 @@ def blocks_of(footer: bytes) -> Iterator[Block]:
 
 
 def _batches_at(footer: bytes | bytearray) -> int:
-    """Offset of the footer's reference to the list of batches."""
+    """Offset in the footer of the reference to the list of batches."""
     (root,) = struct.unpack_from("<I", footer)
     (to_vtable,) = struct.unpack_from("<i", footer, root)
     (field,) = struct.unpack_from("<H", footer, root - to_vtable + 4 + 2 * _BATCHES_FIELD)
@@ -82,7 +81,7 @@ def _batches_at(footer: bytes | bytearray) -> int:
 
 
 def _footer(schema: pa.Schema, blocks: Sequence[Block]) -> bytes:
-    """Footer of an empty file as a flatbuffer, whose reference is set to a list of batches at its end."""
+    """Footer flatbuffer of an empty Arrow file, with its reference set to a list of batches at the end."""
     sink = pa.BufferOutputStream()
     pa.ipc.new_file(sink, schema).close()
     empty = sink.getvalue().to_pybytes()

@@ -1,6 +1,7 @@
-"""Opening of a shard of a prepared corpus: its schema, and the location of each batch.
+"""Opening of a shard of a prepared corpus: its schema, and the location of each record batch.
 
-pyarrow gets the footer and the metadata of the batches, and no document: it reads outside of a damaged file's buffers.
+pyarrow parses only the footer and the metadata of the batches, and no document. On a damaged file it would read outside
+of the buffers.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from nxtrain.data.arrow.seal import checked
 from nxtrain.data.storage import DataFile, open_stream, read_exactly, shards, unreadable
 
 _HEAD_BYTES = 1 << 14
-"""Least bytes of a request for an object's footer and schema."""
+"""Minimum bytes of a request for an object's footer and schema."""
 
 _TAIL = struct.Struct("<i6s")
-"""End of an Arrow file: length of the footer, and the magic number."""
+"""Binary format of the end of an Arrow file: length of the footer, and magic number."""
 
 
 class StoredBatch(NamedTuple):
-    """Location of a batch's buffers in its file.
+    """Location of a record batch's buffers in its file.
 
     Args:
-        file: Number of the file.
-        rows: Documents.
-        offsets: First byte of the rows + 1 offsets.
-        values: First byte of the text or the ids.
-        size: Bytes of the text or the ids.
-        extra: First byte of the numbers of each further column.
+        file: Index of the file.
+        rows: Number of documents.
+        offsets: Position of the rows + 1 document offsets in the file.
+        values: Position of the text or the ids in the file.
+        size: Number of bytes of the text or the ids.
+        extra: Position of the numbers of each further column in the file.
     """
 
     file: int
@@ -47,12 +48,12 @@ class StoredBatch(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Offset after the last byte of the buffers."""
+        """End position of the buffers in the file."""
         return max([self.values + self.size, *(first + 8 * self.rows for first in self.extra)])
 
 
 def is_prepared(path: Location) -> bool:
-    """True if a path is a prepared file, or a folder or prefix whose first shard is there."""
+    """True if a path is a prepared corpus: a file, or a folder or prefix that has a first shard."""
     try:
         for first in shards(path)[:1]:
             with open_stream(first, _HEAD_BYTES) as file:
@@ -64,14 +65,14 @@ def is_prepared(path: Location) -> bool:
 
 
 def open_shard(file: DataFile, number: int) -> tuple[Any, list[StoredBatch], DataFile]:
-    """Schema of a file, the locations of its batches, and the file with verified reads if checksums are there."""
+    """Open a shard: return its schema, the locations of its batches, and the file, verified if it has checksums."""
     try:
         tail = bytes(read_exactly(file, _TAIL.size, max(0, file.num_bytes - _TAIL.size)))
         if len(tail) < _TAIL.size or not tail.endswith(ipc.MAGIC):
             raise pa.ArrowInvalid("it does not end as an Arrow file")
         footer_start = file.num_bytes - _TAIL.size - _TAIL.unpack(tail)[0]
         if not 0 < footer_start < file.num_bytes - _TAIL.size:
-            raise pa.ArrowInvalid(f"its footer begins at byte {footer_start:,}")
+            raise pa.ArrowInvalid(f"its footer would begin at byte {footer_start:,}")
         footer = bytes(read_exactly(file, file.num_bytes - footer_start, footer_start))
         blocks = list(ipc.blocks_of(footer))
         for block in blocks:
@@ -83,7 +84,7 @@ def open_shard(file: DataFile, number: int) -> tuple[Any, list[StoredBatch], Dat
         schema = pa.ipc.open_file(pa.BufferReader(ipc.MAGIC + b"\0\0" + footer)).schema
         check_schema(schema, file.name)
         if verified is None and CHECKSUMS_KEY in schema.metadata:
-            raise DataError(f"{file.name} is damaged: its checksums are not there; prepare it again")
+            raise DataError(f"{file.name} is damaged: its checksums are missing; prepare it again")
         batches = [_located(file, block, schema, number) for block in blocks]
     except DEFECTS as error:
         if isinstance(error, OSError) and error.errno is not None:
@@ -94,7 +95,7 @@ def open_shard(file: DataFile, number: int) -> tuple[Any, list[StoredBatch], Dat
 
 
 def _located(file: DataFile, block: ipc.Block, schema: Any, number: int) -> StoredBatch:
-    """Locations of a batch's buffers, from its metadata. Zeros, of which no page is touched, stand for its body.
+    """Find the buffers of a record batch from its metadata, without reading its body.
 
     Raises:
         ArrowInvalid: A buffer is too short, or lies outside of the batch, as those of a compressed batch do.

@@ -1,9 +1,8 @@
-"""Rows of answers, which are packed before training: whole pairs, or answers with labels.
+"""Training rows for preference objectives, packed before training: whole pairs of answers, or labelled answers.
 
 A prepared corpus of pairs has two documents for each pair: the chosen answer, then the rejected one. A corpus of
-labelled answers has one document for each. Each document begins with the prompt. Lengths are known from the offsets of
-the corpus, so that all rows are packed at the start. The rows of a step then follow from its number, as those of a
-token file.
+labelled answers has one document for each. Each document begins with the prompt. Document lengths are known from the
+corpus, so that all rows are packed at the start. The rows of a step then depend only on the step, as with a token file.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ Lengths = NDArray[np.int64]
 
 
 class PairSamples(Samples):
-    """Rows of whole pairs, or of labelled answers, each of which counts as one item. A longer item is left out.
+    """Rows of whole pairs, or of labelled answers. Each pair or labelled answer is an item; longer items are dropped.
 
     Args:
         corpus: Prepared corpus of pairs, or of labelled answers.
         seq_len: Targets in a row.
         vocab_size: Size of the vocabulary; every id must be below it.
-        pairs_per_row: Half of the most answers in a row.
+        pairs_per_row: Half of the maximum number of answers in a row.
         held_out: Share of the items that is held out, by a hash of their content.
-        on_held_out_side: Take the items that are held out; otherwise the others.
+        on_held_out_side: Select the held-out items instead of the training items.
 
     Attributes:
-        num_pairs: Items in all rows.
-        num_long: Items that are left out.
-        split: Share that is held out, and the side that is taken.
+        num_pairs: Number of items in all rows.
+        num_long: Number of dropped items.
+        split: Held-out share, and the selected side.
 
     Raises:
         DataError: No item fits a row.
@@ -84,7 +83,7 @@ class PairSamples(Samples):
         self._first = np.searchsorted(packing.rows, np.arange(packing.num_rows + 1))
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows at indices: (n,) to (n, S + 1) marked ids; each answer ends with `END_BIT`."""
+        """Rows with the given indices: (n,) to (n, S + 1) ids with marks; each answer ends with `END_BIT`."""
         table = np.full((indices.size, self.seq_len + 1), IGNORE_INDEX, np.int64)
         pieces = [self._pieces(row) for row in indices.tolist()]
         for piece in pieces:
@@ -105,7 +104,7 @@ class PairSamples(Samples):
         return table
 
     def answers(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Documents of rows: (n,) to (n, 2K), in the order of their positions; -1 where a row has fewer."""
+        """Document indices of the answers in rows: (n,) to (n, 2K), in row order; -1 for an absent answer."""
         answers = np.full((indices.size, 2 * self.pairs_per_row), -1, np.int64)
         for number, row in enumerate(indices.tolist()):
             documents = self._answers(self._pairs[self._pieces(row)])
@@ -113,7 +112,7 @@ class PairSamples(Samples):
         return answers
 
     def reference(self, indices: NDArray[np.int64], *, swapped: bool = False) -> NDArray[np.float32] | None:
-        """Log-probabilities of the answers by the reference: (n,) to (n, 2K), 0 where a row has fewer."""
+        """Log-probabilities of the answers by the reference model: (n,) to (n, 2K), 0 for an absent answer."""
         if self._reference is None:
             return None
         answers = self.answers(indices)
@@ -121,16 +120,16 @@ class PairSamples(Samples):
         return np.where(answers < 0, np.float32(0), of_kind[answers])
 
     def with_reference(self, log_probs: NDArray[np.float32]) -> PairSamples:
-        """The same rows with the log-probabilities of the corpus's documents by the reference, (kinds, documents).
+        """Copy of the rows with the reference model's log-probabilities of the corpus's documents, (kinds, documents).
 
-        The second kind, of rows with labels, is the answer that `swap_answers` gives to the document's prompt.
+        For labelled answers, the second kind is for the answer that `swap_answers` puts after the document's prompt.
         """
         samples = copy.copy(self)
         samples._reference = log_probs
         return samples
 
     def of_all_pairs(self) -> PairSamples:
-        """Rows of the whole corpus, without a split; of labelled answers the same rows, whose answers are swapped."""
+        """Rows of the whole corpus without a split; for labelled answers, the same rows with swapped answers."""
         if self.labelled:
             return self
         return PairSamples(
@@ -139,21 +138,21 @@ class PairSamples(Samples):
 
     @property
     def location(self) -> Location:
-        """Location of the corpus."""
+        """Path or address of the corpus."""
         return self._corpus.path
 
     @property
     def identity(self) -> str:
-        """Identity of the corpus."""
+        """Identity of the corpus, from its sources, settings and sizes."""
         return self._corpus.identity
 
     @property
     def num_documents(self) -> int:
-        """Documents of the corpus, two for each pair."""
+        """Number of documents of the corpus, two for each pair."""
         return len(self._corpus)
 
     def describe(self) -> str:
-        """Amount of the data in words."""
+        """Amount of the data, as text."""
         amount = f"{self.num_pairs:,} {self._noun}s in {self.num_rows:,} rows"
         if self.labelled:
             amount += f", of which {int(self._is_desirable[self._pairs].sum()):,} are desirable"
@@ -165,7 +164,7 @@ class PairSamples(Samples):
         return slice(int(self._first[row]), int(self._first[row + 1]))
 
     def _answers(self, pairs: Lengths) -> list[int]:
-        """Documents of items: the chosen and the rejected answer of each pair, or each answer."""
+        """Document indices of items: the chosen and the rejected answer of each pair, or each labelled answer."""
         documents: list[int] = (self._size * pairs[:, None] + np.arange(self._size)).ravel().tolist()
         return documents
 
@@ -182,7 +181,7 @@ class PairSamples(Samples):
 
 
 def check_answers(corpus: PreparedCorpus, answers: AnswerRows | None) -> None:
-    """Refuse a corpus of pairs or of labelled answers for another objective, and any other corpus for theirs."""
+    """Raise a DataError unless the corpus fits the objective: pairs, labelled answers, or other documents."""
     wants_labels = answers is not None and answers.labelled
     wants_pairs = answers is not None and not answers.labelled
     if wants_pairs and not corpus.has_pairs:

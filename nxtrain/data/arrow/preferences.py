@@ -1,7 +1,7 @@
-"""Preference data: answers to a prompt, as strings or as turns of a conversation, become documents.
+"""Conversion of preference data to documents: answers to a prompt, as strings or as turns of a conversation.
 
-The forms are those of Hugging Face's data sets. A pair has `chosen` and `rejected` beside a `prompt`, or with a prompt
-that both begin with. A labelled answer has `prompt`, `completion` and `label`.
+The formats are those of Hugging Face's data sets. A pair has `chosen` and `rejected`, with a `prompt`, or with a prompt
+at the begin of both. A labelled answer has `prompt`, `completion` and `label`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ BAD_ANSWER = "bad answer"
 
 
 class AnswerWriter:
-    """Writer of the documents of pairs and of labelled answers.
+    """Converter of pairs and of labelled answers to documents.
 
     Args:
-        chat: Template by which turns are written; None: prompts and answers are strings.
+        chat: Chat template for turns; None if prompts and answers are strings.
     """
 
     def __init__(self, chat: ChatTemplate | None) -> None:
         self._chat = chat
 
     def pair(self, values: Sequence[object]) -> Iterator[tuple[bytes, int]]:
-        """Documents of a pair: the chosen answer, then the rejected one, each with the bytes of its prompt.
+        """Documents of a pair: the chosen answer, then the rejected one, each with the number of bytes of its prompt.
 
         Args:
-            values: Prompt, or None, then the chosen and the rejected answer.
+            values: Prompt or None, then the chosen and the rejected answer.
         """
         for name, value in zip(PAIR, values[1:], strict=True):
             if value is None:
@@ -46,7 +46,7 @@ class AnswerWriter:
             yield (prompt + answer).encode(), len(prompt.encode())
 
     def labelled(self, values: Sequence[object]) -> Iterator[tuple[bytes, int]]:
-        """Text of a prompt and its answer, with the number of bytes of the prompt.
+        """Document of a labelled answer with its prompt, and the number of bytes of the prompt.
 
         Args:
             values: Prompt, answer, and True if the answer is desirable.
@@ -102,16 +102,16 @@ def _text(name: str, value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, list):
-        raise BadRowError(WRONG_TYPE, f'"{name}" is a list of turns; give --chat, which writes them by the template')
+        raise BadRowError(WRONG_TYPE, f'"{name}" is a list of turns; give --chat, which applies the chat template')
     if not isinstance(value, str):
-        raise BadRowError(WRONG_TYPE, f'"{name}" is no string')
+        raise BadRowError(WRONG_TYPE, f'"{name}" is not a string')
     if any("\ud800" <= letter <= "\udfff" for letter in value):
         raise BadRowError(INVALID_UTF8, f'"{name}" holds half of a surrogate pair')
     return value
 
 
 def _turns(name: str, value: object, role: str) -> list[Message]:
-    """Turns of a list, or of a string, which is one turn."""
+    """Turns of an answer, given as a list, or as a string, which is a single turn."""
     if isinstance(value, str):
         value = [{"role": role, "content": value}]
     try:
@@ -122,7 +122,7 @@ def _turns(name: str, value: object, role: str) -> list[Message]:
 
 
 def _shared_text(chosen: str, rejected: str) -> str:
-    """Common prefix of two texts, up to the white space before the first word in which they differ."""
+    """Common prefix of two texts, up to the white space before the first word that differs."""
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1

@@ -1,4 +1,4 @@
-"""Preparation of a corpus: documents of many files in one Arrow file, or in shards, in bounded memory."""
+"""Preparation of a corpus: documents from many source files become one Arrow file, or shards, in bounded memory."""
 
 from __future__ import annotations
 
@@ -68,20 +68,20 @@ from nxtrain.data.arrow.work import (
 from nxtrain.data.storage import open_file
 
 BATCH_BYTES = 8 << 20
-"""Bytes of text after which a batch ends."""
+"""Bytes of text in a record batch."""
 
 BATCH_ROWS = 1 << 17
-"""Documents after which a batch ends, since short documents take more memory than their text."""
+"""Maximum number of documents in a record batch, since short documents take more memory than their text."""
 
 MIN_SHARD_BYTES = 1 << 16
 
 SHOWN_BAD = 5
-"""Most skipped rows that are shown; the file of bad rows has all skipped rows."""
+"""Maximum number of skipped rows that are printed. The file of bad rows has all of them."""
 
 OnBad = Literal["stop", "skip", "skip binary"]
 
 ToArray: TypeAlias = Callable[[Sequence[bytes], Sequence[int]], tuple[pa.Array, Sequence[int]]]
-"""Function that makes a column of documents and of the bytes of their prompts, and returns the prompts' lengths too."""
+"""Function that makes an Arrow array of documents and returns their prompt lengths, given prompt lengths in bytes."""
 
 _EXAMPLES = {
     "--prompt": '{"prompt": "...", "text": "..."}',
@@ -93,21 +93,21 @@ _EXAMPLES = {
 
 @dataclass(frozen=True)
 class PreparationRequest:
-    """Arguments of a preparation.
+    """Arguments of a corpus preparation.
 
     Args:
-        sources: Files and folders, objects and prefixes of a bucket, addresses of the Hub or their files.
+        sources: Files and folders, objects and bucket prefixes, addresses of the Hub or their downloaded files.
         out: File to write, or folder of shards; its name ends in `.arrow`.
         lines: Each line of a text file is a document.
-        only: Pattern that the names of a folder's files must match; empty: all.
-        tokenizer: Tokenizer that makes ids of the text; None for a corpus of text.
+        only: Pattern that the names of a folder's files must match; empty for all files.
+        tokenizer: Tokenizer that converts the text to ids; None for a corpus of text.
         shard_bytes: Size at which a shard ends; 0 for one file.
         restart: Delete an earlier result or unfinished work under the name of `out`.
-        prompt: Field or column of the prompts, which come before the documents and are not targets; empty: none.
-        chat: The field holds conversations, which the tokenizer's chat template writes.
-        pairs: Rows are pairs of answers, strings or with `chat` turns.
-        labels: Rows are answers with labels, likewise.
-        mixed: A folder may hold text next to other formats.
+        prompt: Field of the prompts, which precede the documents and are not targets; empty for none.
+        chat: The field has conversations, which the tokenizer's chat template converts to text.
+        pairs: Rows are pairs of answers, as strings, or as turns with `chat`.
+        labels: Rows are labelled answers, as strings, or as turns with `chat`.
+        mixed: A folder may contain text files next to other formats.
         sections: Text files are read in sections of at most `SECTION_BYTES`, which continue each other.
     """
 
@@ -129,28 +129,28 @@ class PreparationRequest:
 
 
 class Watcher:
-    """Observer of a preparation; a method that a subclass does not override does nothing."""
+    """Observer of a corpus preparation; a method that a subclass does not override does nothing."""
 
     def begin(self, what: str, num_bytes: int) -> None:
-        """Begin, once the sources are known: their number by format, and the bytes of all sources."""
+        """Called once the sources are known, with their number by format and their total bytes."""
 
     def advance(self, num_bytes: int, counts: Counts) -> None:
-        """Advance after a written batch; `num_bytes` of the sources are read."""
+        """Called after each written batch; `num_bytes` of the sources have been read."""
 
     def print_line(self, line: str) -> None:
-        """Print a line before the work begins."""
+        """Print a line before the preparation begins."""
 
     def bad(self, text: str) -> None:
         """Report a skipped row."""
 
     def asked_to_stop(self) -> str:
-        """Name of the signal that asks for a stop; empty: none."""
+        """Name of the signal that requests a stop; empty if there was none."""
         return ""
 
 
 @dataclass(frozen=True)
 class PreparationOutcome:
-    """Result of a preparation.
+    """Result of a corpus preparation.
 
     Args:
         is_new: False if an earlier call finished the same preparation.
@@ -162,13 +162,13 @@ class PreparationOutcome:
 
 
 def prepare_corpus(request: PreparationRequest, watcher: Watcher) -> PreparationOutcome:
-    """Prepare a corpus; a killed preparation of the same request goes on and gives the same bytes.
+    """Prepare a corpus from source files; a killed preparation of the same request continues, with identical bytes.
 
     Raises:
         ConfigError: The arguments contradict each other or the sources.
         DataError: A bad row under the policy `stop`, an unknown format, no document at all, or results of other input.
         StorageError: The storage fails.
-        StoppedBySignal: The watcher was asked to stop.
+        StoppedBySignal: A signal requested a stop.
     """
     _check(request)
     if request.restart:
@@ -185,7 +185,7 @@ def prepare_corpus(request: PreparationRequest, watcher: Watcher) -> Preparation
 
 
 def prepare_sources(request: PreparationRequest, sources: Sequence[Source], watcher: Watcher) -> PreparationOutcome:
-    """Prepare a corpus of files that are recognised already; raises the errors of `prepare_corpus`."""
+    """Prepare a corpus from files whose format is known already; raises the errors of `prepare_corpus`."""
     outputs = Outputs(request.out)
     _check_fields(request, sources)
     settings: dict[str, object] = {"field": request.field, "lines": request.lines, "tokenizer": ""}
@@ -246,7 +246,7 @@ def prepare_sources(request: PreparationRequest, sources: Sequence[Source], watc
 
 
 def _form(request: PreparationRequest, chat: ChatTemplate | None) -> tuple[Fields, tuple[str, ...]]:
-    """Fields of the rows, and the further columns of the corpus."""
+    """Fields to read from each row, and the names of the corpus's further columns."""
     if request.pairs:
         return Fields("", PROMPT, answers=AnswerWriter(chat).pair), (PROMPT,)
     if request.labels:
@@ -266,7 +266,7 @@ def source_rows(
     position: Position,
     progress: ReadProgress,
 ) -> Iterator[tuple[int, Source, SourceRow | BadRow]]:
-    """Rows of all sources after a position, each with the number of its source.
+    """Iterate over the rows of all sources after a position, each with the index of its source.
 
     Args:
         position: Position after the last row to skip.
@@ -284,7 +284,7 @@ def source_rows(
         row = offset = 0
         passed += source.size
         if open_file(source.path, None).version() != source.version:
-            reason = "changed while it was read; begin again when nobody writes to it, data prepare with --restart"
+            reason = "changed while it was read; begin again when no process writes to it: data prepare with --restart"
             raise DataError(f"{source.path} {reason}")
 
 
@@ -293,7 +293,7 @@ def _add(progress: ReadProgress, passed: int, num_bytes: int) -> None:
 
 
 class _Copy:
-    """Writes the documents of sources in batches, after the position of the work."""
+    """Copy of the documents of all sources into record batches, from the position of the unfinished preparation."""
 
     def __init__(
         self,
@@ -313,7 +313,7 @@ class _Copy:
         self._num_bytes = self._num_read = 0
 
     def run(self, sources: Sequence[Source], fields: Fields) -> None:
-        """Write all documents, and refuse sources without any."""
+        """Write all documents; raise a DataError for sources without documents."""
         work, request = self._work, self._request
         counts = work.counts
         batch_bytes = min(BATCH_BYTES, request.shard_bytes or BATCH_BYTES)
@@ -364,16 +364,16 @@ class _Copy:
         self._watcher.advance(self._num_read, counts)
         name = self._watcher.asked_to_stop()
         if name:
-            raise StoppedBySignal(f"stopped by {name}; the same command goes on from {counts.documents:,} documents")
+            raise StoppedBySignal(f"stopped by {name}; the same command continues after {counts.documents:,} documents")
 
     def _skip(self, source: Source, bad: BadRow) -> None:
-        """Skip bad rows, counted and recorded; or stop."""
+        """Count and record bad rows if they may be skipped; otherwise raise a DataError."""
         first = bad.row - bad.num_rows + 1
         rows = f"row {first:,}" if bad.num_rows == 1 else f"rows {first:,} to {bad.row:,}"
         text = f"{source.path}, {rows}: {bad.reason}: {bad.detail}"
         if self._request.on_bad == "stop":
             raise DataError(
-                f"{text}\n    or skip and count such rows: the same command with --on-bad skip goes on from here"
+                f"{text}\n    or skip and count such rows: the same command with --on-bad skip continues from here"
             )
         if self._request.on_bad == "skip binary" and bad.reason != BINARY:
             raise DataError(text)
@@ -405,7 +405,7 @@ def _check(request: PreparationRequest) -> None:
 
 
 def _check_fields(request: PreparationRequest, sources: Sequence[Source]) -> None:
-    """Refuse sources without fields for prompts and conversations."""
+    """Raise a ConfigError if prompts or conversations are requested from sources without fields."""
     if request.pairs and request.labels:
         raise ConfigError("--pairs and --labels: a row has two answers, or one with a label; give one of the two")
     for name, is_given, values in (("--pairs", request.pairs, PAIR), ("--labels", request.labels, LABELLED)):
@@ -417,7 +417,7 @@ def _check_fields(request: PreparationRequest, sources: Sequence[Source]) -> Non
         raise ConfigError("--chat and --prompt: the turns before an answer are its prompt; give one of the two")
     if request.chat and request.tokenizer is None:
         raise ConfigError(
-            "--chat writes conversations by the template of a tokenizer, as ids; give its folder with --tokenizer"
+            "--chat converts conversations with a tokenizer's template, to ids; give its folder with --tokenizer"
         )
     if request.prompt == request.field:
         raise ConfigError(f"--prompt {request.prompt} and --field {request.field} are one field; name two")
@@ -434,7 +434,7 @@ def _check_fields(request: PreparationRequest, sources: Sequence[Source]) -> Non
 
 
 def _compare_finished(outputs: Outputs, identity: dict[str, str]) -> None:
-    """Accept results of the same input, and delete a work folder that a kill left."""
+    """Accept existing results of the same input, and delete a work folder that a killed process left."""
     first = outputs.out / shard_name(0) if outputs.out.is_dir() else outputs.out
     try:
         with pa.memory_map(str(first)) as mapped:

@@ -1,4 +1,4 @@
-"""Prepared corpora, opened for reading: any document in constant time, by two reads of its file."""
+"""Prepared corpora, opened for reading: random access to any document with two reads of its file."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from nxtrain.data.storage import DataFile, open_file, read_exactly, shards, summ
 
 
 class PreparedCorpus:
-    """Documents of a prepared file, or of a folder of shards, on a disk or in object storage.
+    """Documents of a prepared corpus: a file, or a folder of shards, on a disk or in object storage.
 
     Args:
-        cache: Folder of this node for blocks of objects.
+        cache: Folder on this node's disk that caches blocks from object storage.
 
     Attributes:
-        files: The file, or the shards in order.
-        is_ids: Documents are token ids; else text.
+        files: The file, or all shards in order.
+        is_ids: Documents are token ids; otherwise text.
         has_prompts: Documents begin with a prompt, which is not a target.
         has_pairs: Documents are answers, two for each pair.
         has_labels: Documents are answers, each desirable or not.
-        dtype: Type of the ids; bytes for text.
+        dtype: Integer type of the ids; bytes for text.
         tokenizer: Digest of the tokenizer that made the ids; empty for text.
-        num_bytes: Bytes of the files.
-        value_bytes: Bytes of all documents.
-        has_checksums: All reads are verified; files of earlier releases have no checksums.
+        num_bytes: Total bytes of the files.
+        value_bytes: Total bytes of all documents.
+        has_checksums: All reads are verified. Files of earlier releases have no checksums.
 
     Raises:
         DataError: The path is not a prepared corpus, is damaged, or lacks shards.
@@ -93,11 +93,11 @@ class PreparedCorpus:
         return int(self._begins[-1])
 
     def ids(self, document: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Token ids of a document, which end with the end of text."""
+        """Token ids of a document, with the end-of-text id at the end."""
         return np.frombuffer(self._read(document), self.dtype)
 
     def prompt(self, document: int, content: bytes) -> int:
-        """Length of a document's prompt: bytes of text, or tokens of ids; 0 in a corpus without prompts."""
+        """Length of a document's prompt, in bytes of text or in tokens; 0 in a corpus without prompts."""
         if not self.has_prompts:
             return 0
         length = self._extra(document)
@@ -108,12 +108,12 @@ class PreparedCorpus:
         return length
 
     def continues(self, document: int) -> bool:
-        """True for a section of a text file that goes on in the next document."""
+        """True for a section of a text file that continues in the next document."""
         return self._has_sections and self._extra(document) != 0
 
     @property
     def identity(self) -> str:
-        """Identity of the documents: the sources, the settings and the sizes of the batches."""
+        """Hash that identifies the documents: of the sources, the settings and the batch sizes."""
         digest = hashlib.blake2b(digest_size=16)
         for key in (SOURCES_KEY, SETTINGS_KEY, TOKENIZER_KEY):
             digest.update(self.metadata.get(key, b"") + b"\0")
@@ -122,7 +122,7 @@ class PreparedCorpus:
 
     @property
     def checksum(self) -> str:
-        """Checksum of all bytes, of a corpus with checksums."""
+        """Checksum of the whole content, for a corpus with checksums."""
         digest = hashlib.blake2b(digest_size=16)
         for file in self.files:
             assert isinstance(file, CheckedFile)
@@ -130,12 +130,12 @@ class PreparedCorpus:
         return digest.hexdigest()
 
     def expect(self, documents: Iterable[int]) -> None:
-        """Begin to fetch documents of a bucket that are read soon; do nothing for a disk."""
+        """Begin to prefetch documents from object storage that are read soon; do nothing for a disk."""
         for document in documents:
             self._file_of(document).ahead(self._read, document)
 
     def content(self, document: int) -> bytes:
-        """Bytes of a document: its ids, or its text in UTF-8."""
+        """Stored bytes of a document: its ids, or its text in UTF-8."""
         content = self._read(document)
         if not self.is_ids:
             try:
@@ -149,11 +149,11 @@ class PreparedCorpus:
         return self.content(document).decode()
 
     def values(self, start: int, size: int) -> bytes:
-        """Bytes of adjacent documents.
+        """Stored bytes of a range of adjacent documents.
 
         Args:
             start: Offset among the bytes of all documents.
-            size: Number of bytes, which are there.
+            size: Number of bytes, which must exist.
         """
         content = b""
         while len(content) < size:
@@ -165,13 +165,13 @@ class PreparedCorpus:
         return content
 
     def forget_changed(self) -> None:
-        """Verify the blocks of a file again if the file has changed since the last call."""
+        """Verify the blocks of a file again if it was modified since the last call."""
         for file in self.files:
             if isinstance(file, CheckedFile):
                 file.forget_changed()
 
     def lengths(self) -> Iterator[NDArray[np.int64]]:
-        """Lengths of the documents of each batch: tokens of ids, bytes of text."""
+        """Iterate over the document lengths of each batch, in tokens of ids or in bytes of text."""
         for batch, begin in zip(self._batches, self._begins, strict=False):
             raw = bytes(8)
             if batch.rows:
@@ -183,7 +183,7 @@ class PreparedCorpus:
             yield lengths
 
     def labels(self) -> NDArray[np.bool_]:
-        """True for each desirable answer of a corpus with labels: (documents,)."""
+        """Labels of all documents in a corpus with labels, True for a desirable answer: (documents,)."""
         parts = [np.empty(0, np.int64)]
         for batch, begin in zip(self._batches, self._begins, strict=False):
             if batch.rows:
@@ -193,12 +193,12 @@ class PreparedCorpus:
         return np.concatenate(parts).astype(np.bool_)
 
     def _batch_of(self, document: int) -> tuple[StoredBatch, int]:
-        """Batch of a document, and the document's row in it."""
+        """Record batch that contains a document, and the document's row in that batch."""
         number = bisect_right(self._begins, document) - 1
         return self._batches[number], document - self._begins[number]
 
     def _extra(self, document: int) -> int:
-        """Number of a document in the second column."""
+        """Value of a document in the first number column."""
         batch, row = self._batch_of(document)
         return int(np.frombuffer(self._pread(batch.file, batch.extra[0] + 8 * row, 8, document), np.int64)[0])
 
@@ -224,7 +224,7 @@ class PreparedCorpus:
         return bytes(content)
 
     def verify(self, progress: Callable[[int], None]) -> None:
-        """Compare every byte of the files with the checksums."""
+        """Verify every byte of the files against the checksums."""
         damages: list[str] = []
         done = 0
         for number, file in enumerate(self.files):
@@ -242,7 +242,7 @@ class PreparedCorpus:
             raise DataError(f"{self.path} has {len(damages):,} damaged blocks; prepare it again:{lines}")
 
     def _description(self, file: int, damage: DamagedBlockError) -> str:
-        """Damage in words: the file, the block, and the documents of the batches in the block."""
+        """Description of a damaged block for messages: the file, the block, and the documents in it."""
         inside = [
             number
             for number, batch in enumerate(self._batches)
@@ -257,7 +257,7 @@ class PreparedCorpus:
         )
 
     def name_of(self, document: int) -> str:
-        """File and number of a document, for messages."""
+        """File name and number of a document, for messages."""
         return f"{self._file_of(document).name}, document {document:,} of {len(self):,}"
 
     def _file_of(self, document: int) -> DataFile:
@@ -268,7 +268,7 @@ class PreparedCorpus:
         raise DataError(f"{self.name_of(document)}, is damaged: {what}; prepare it again")
 
     def _check_shards(self, schemas: list[Any]) -> None:
-        """Refuse shards of several corpora, and a folder without some of its shards."""
+        """Raise a DataError for shards of several corpora, or for missing shards."""
         if self.files[0].name == self.path:
             return
         present = [(schema.metadata.get(SOURCES_KEY), schema.metadata.get(SHARD_KEY)) for schema in schemas]

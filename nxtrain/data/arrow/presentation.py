@@ -1,4 +1,4 @@
-"""Terminal output of the commands of `nxtrain data`: a progress bar or plain lines, and tables."""
+"""Terminal output of the `nxtrain data` commands: a progress bar or plain lines, and tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nxtrain.data.arrow.work import Counts
 
 
 class ConsoleWatcher(Watcher):
-    """Progress and messages on standard error, until the context ends."""
+    """Context that displays the progress and the messages of a corpus preparation on standard error."""
 
     def __init__(self, signals: Signals) -> None:
         self._signals = signals
@@ -35,12 +35,12 @@ class ConsoleWatcher(Watcher):
         self._progress.__exit__(kind, error, trace)
 
     def begin(self, what: str, num_bytes: int) -> None:
-        """Show the sources."""
+        """Print the sources."""
         self._console.print(f"sources: {what}, {size(num_bytes)}", markup=False)
         self._progress.total = num_bytes
 
     def advance(self, num_bytes: int, counts: Counts) -> None:
-        """Show the bytes of the sources that are read, the documents and the skipped rows."""
+        """Display the number of source bytes read, of documents, and of skipped rows."""
         label = f"{size(num_bytes)} of {size(self._progress.total)}, {counts.documents:,} documents"
         num_skipped = sum(counts.skipped.values())
         if num_skipped:
@@ -48,19 +48,19 @@ class ConsoleWatcher(Watcher):
         self._progress.show(num_bytes, label)
 
     def print_line(self, line: str) -> None:
-        """Print a line before the work begins."""
+        """Print a line before the preparation begins."""
         self._console.print(line, markup=False)
 
     def bad(self, text: str) -> None:
-        """Print a skipped row."""
+        """Print a skipped row with its reason."""
         self._console.print(f"skipped: {text}", markup=False)
 
     def asked_to_stop(self) -> str:
-        """Name of the first signal."""
+        """Name of the first stop signal; empty if there was none."""
         return self._signals.asked
 
     def end(self, outcome: PreparationOutcome) -> None:
-        """Print the counts of the result."""
+        """Print the counts of the finished preparation."""
         counts, outputs = outcome.summary, outcome.outputs
         if not outcome.is_new:
             self._console.print(f"nothing to do: {outputs.out} holds these sources already", markup=False)
@@ -77,7 +77,7 @@ class ConsoleWatcher(Watcher):
 
 
 def present_inspection(statistics: dict[str, Any], console: Console) -> None:
-    """Print statistics as tables."""
+    """Print the statistics of a corpus as tables."""
     unit = statistics["unit"]
     table = Table(box=box.SIMPLE_HEAD, show_header=False)
     table.add_row(

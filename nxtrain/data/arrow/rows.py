@@ -1,4 +1,4 @@
-"""Rows of a corpus's files, with or without a document, each with the position after the row."""
+"""Rows of a corpus's source files, with their documents or defects, and the file position after each row."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from nxtrain.data.arrow.sources import Source
 from nxtrain.data.storage import open_stream, unreadable
 
 MAX_DOCUMENT_BYTES = 256 << 20
-"""Longest document; a longer one would not fit the memory that a preparation promises."""
+"""Maximum bytes of a document, which bounds the memory of a preparation."""
 
 CHUNK_BYTES = 1 << 20
-"""Bytes of text that are read at once."""
+"""Bytes of text that are read in one call."""
 
 SECTION_BYTES = 1 << 16
-"""Longest section of a text file that is read in sections."""
+"""Maximum bytes of a section, for text files that are read in sections."""
 
 INVALID_UTF8 = "invalid UTF-8"
 BROKEN_JSON = "broken JSON"
@@ -33,15 +33,16 @@ DAMAGED = "truncated or damaged"
 
 
 class SourceRow(NamedTuple):
-    """Document of a row, and its position in the file.
+    """A document from a row of a source file, with the file position after the row.
 
     Args:
+        text: The document in UTF-8.
         row: Number of the row in its file, from 1.
-        offset: Bytes of the uncompressed file up to the end of the row; 0 for tables.
-        prompt: Bytes of the prompt, with which the text begins.
-        is_last: No further document comes from the row.
-        continues: The text is a section of a file, and goes on with the next row.
-        is_desirable: Label of an answer.
+        offset: Offset of the end of the row in the uncompressed file; 0 for tables.
+        prompt: Byte length of the prompt at the begin of the text.
+        is_last: This is the last document of the row.
+        continues: The text is a section of a file that continues in the next row.
+        is_desirable: Label of an answer: True if it is desirable.
     """
 
     text: bytes
@@ -54,12 +55,12 @@ class SourceRow(NamedTuple):
 
 
 class BadRow(NamedTuple):
-    """Adjacent rows without a document.
+    """One or more adjacent rows of a source file that have no usable document.
 
     Args:
         row: Number of the last row in the file, from 1.
-        offset: Bytes of the uncompressed file up to the end of the last row; 0 for tables.
-        detail: The defect, with the values and the way out.
+        offset: Offset of the end of the last row in the uncompressed file; 0 for tables.
+        detail: Description of the defect, with the values and a solution.
     """
 
     row: int
@@ -70,35 +71,40 @@ class BadRow(NamedTuple):
 
 
 class BadRowError(Exception):
-    """Error of a row without a document: reason and detail."""
+    """Error of a row without a usable document, with its reason and detail."""
 
 
 ReadProgress: TypeAlias = Callable[[int], None]
-"""Function that gets the number of bytes that a reader has passed."""
+"""Callback with the number of bytes that a reader has read so far."""
 
 ChatWriter: TypeAlias = Callable[[object], Iterator[tuple[bytes, int]]]
-"""Function that makes documents of a conversation, each with the bytes of its prompt; raises BadRowError."""
+"""Function that converts a conversation to documents, each with the byte length of its prompt.
+
+Raises a BadRowError for an unusable conversation.
+"""
 
 AnswersWriter: TypeAlias = Callable[[Sequence[Any]], Iterator[tuple[bytes, int]]]
-"""Function that makes documents of the answers of a row, from its prompt, or None, and two values; raises
-BadRowError."""
+"""Function that converts the answers of a row to documents, given its prompt or None, and two values.
+
+Raises a BadRowError for an unusable row.
+"""
 
 PAIR = ("chosen", "rejected")
 LABELLED = ("completion", "label")
-"""Fields of a row after its prompt: two answers, or one answer and whether it is desirable."""
+"""Fields of a row with a labelled answer, after its prompt. `PAIR` has the fields of a row with two answers."""
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Fields or columns of a source that make its documents.
+    """Fields or columns of a source row from which documents are made.
 
     Args:
-        text: Field that holds the documents, or the conversations.
-        prompt: Field of the prompts, each of which comes before its document; empty: none.
-        chat: Writer of conversations; None: the field is text.
-        sections: A text file is read in sections, so that a file of any size fits the memory.
-        answers: Writer of answers, which are in the fields `values`; None: other documents.
-        values: `PAIR` or `LABELLED`, of answers.
+        text: Field of the documents, or of the conversations.
+        prompt: Field of the prompts, each of which precedes its document; empty for none.
+        chat: Function that converts conversations; None if the field is text.
+        sections: Text files are read in sections, so that a file of any size fits in memory.
+        answers: Function that converts the answers in the fields `values`; None for other documents.
+        values: `PAIR` or `LABELLED`, for answers.
     """
 
     text: str
@@ -110,16 +116,16 @@ class Fields:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the fields, in the order of the document."""
+        """Names of the fields, in their order in the document."""
         if self.answers is not None:
             return (*filter(None, [self.prompt]), *self.values)
         return (self.prompt, self.text) if self.prompt else (self.text,)
 
     def rows(self, values: Sequence[Any], row: int, offset: int) -> Iterator[SourceRow]:
-        """Documents of one row.
+        """Convert the field values of one source row to documents.
 
         Args:
-            values: Values of the fields: texts in UTF-8, a conversation, or what the fields of answers hold.
+            values: Values of the fields: texts in UTF-8, a conversation, or a prompt and answers.
         """
         if self.chat is None and self.answers is None:
             num_prompt = 0
@@ -139,25 +145,25 @@ class Fields:
 
 
 DEFECTS = (OSError, EOFError, pa.ArrowException, UnicodeDecodeError, SystemError)
-"""Errors of pyarrow for unreadable files; the last two for names of columns and for negative lengths."""
+"""Exceptions of pyarrow for unreadable files. The last two are for column names and for negative lengths."""
 
 
 def is_damage(error: Exception) -> bool:
-    """True for damaged content, False for a storage that fails; pyarrow raises OSError for both."""
+    """True if an OSError of pyarrow means damaged content, False if it means failing storage."""
     return not isinstance(error, OSError) or isinstance(error, pa.ArrowException) or error.errno is None
 
 
 def text_rows(
     source: Source, fields: Fields, lines: bool, start: tuple[int, int], progress: ReadProgress
 ) -> Iterator[SourceRow | BadRow]:
-    """Rows of a text file or of JSON lines, compressed or not, after a position.
+    """Iterate over the rows of a text or JSON lines file, compressed or not, after a position.
 
-    A text file is one row. With `lines` each of its lines that is not blank is a row. With `fields.sections` each
-    section is a row, of which all but the last continue. Blank lines of JSON lines are not rows.
+    A text file is one row. With `lines`, each of its lines that is not blank is a row. With `fields.sections`, each
+    section is a row, and all but the last continue. Blank lines of JSON lines files are not rows.
 
     Args:
         start: Row and offset of the last row to skip.
-        progress: Gets the bytes of the file on the disk that are read, before each row.
+        progress: Called before each row with the number of file bytes read.
     """
     row, offset = start
     try:
@@ -202,7 +208,7 @@ def text_rows(
 
 @contextmanager
 def _opened(source: Source) -> Iterator[tuple[Any, Any]]:
-    """Open a file that may be compressed: the uncompressed stream, and the file on the disk."""
+    """Open a file that may be compressed; return the uncompressed stream and the underlying file."""
     with open_stream(source.path) as raw:
         if not source.compression:
             yield raw, raw
@@ -216,10 +222,10 @@ def _opened(source: Source) -> Iterator[tuple[Any, Any]]:
 
 
 def _lines_after(file: Any, source: Source, offset: int) -> Iterator[tuple[bytes | None, int]]:
-    """Lines after an offset, in the form of `split_lines`; a compressed file is read from its begin.
+    """Iterate over the lines after an offset, as `split_lines` does; a compressed file is read from its begin.
 
-    Each start reads a compressed file in the same pieces. Otherwise the rows before a truncated end would depend on the
-    moment of a kill, since the piece with that end is lost.
+    Every start reads a compressed file in the same chunks. Otherwise, the rows before a truncated end would depend on
+    the moment of a kill, since the chunk with that end is lost.
     """
     if not source.compression:
         file.seek(offset)
@@ -236,10 +242,10 @@ def _lines_after(file: Any, source: Source, offset: int) -> Iterator[tuple[bytes
 def split_lines(
     file: Any, offset: int, limit: int = MAX_DOCUMENT_BYTES, chunk_bytes: int = CHUNK_BYTES
 ) -> Iterator[tuple[bytes | None, int]]:
-    """Lines of a binary stream, each with the offset after it; None stands for a line above the limit.
+    """Split a binary stream into lines, each with the offset after it; None stands for a line above the size limit.
 
     Args:
-        offset: Bytes before the stream's position.
+        offset: Offset of the stream's position in the file.
     """
     held: list[bytes] = []  # pieces of a line whose end is not read yet
     num_held, is_long = 0, False
@@ -268,7 +274,7 @@ def split_lines(
 
 
 def split_sections(file: Any, limit: int = SECTION_BYTES) -> Iterator[bytes]:
-    """Sections of a binary stream; a section ends at the end of a line if it contains one."""
+    """Split a binary stream into sections; a section ends at a line end if it contains one."""
     held = b""
     while True:
         chunk = bytes(file.read(CHUNK_BYTES))
@@ -290,7 +296,7 @@ def split_sections(file: Any, limit: int = SECTION_BYTES) -> Iterator[bytes]:
 
 
 def _section_rows(file: Any, row: int) -> Iterator[SourceRow | BadRow]:
-    """Rows of the sections of a text file after a row; the first NUL byte ends the file.
+    """Iterate over the sections of a text file after a row; the first NUL byte ends the file.
 
     A section continues unless it is the last, or the next one is blank or bad.
     """
@@ -353,14 +359,17 @@ def _whole(file: Any) -> SourceRow | BadRow:
 
 
 def is_blank(text: bytes) -> bool:
-    """True for a document of nothing but the white space that `str.strip` removes."""
+    """True for a document that contains only white space, as `str.strip` defines it."""
     rest = text.lstrip()
     # The first character decides nearly every text, and takes at most four bytes.
     return not rest or (rest[:4].decode(errors="ignore")[:1].isspace() and rest.decode(errors="replace").isspace())
 
 
 def valid_utf8(content: bytes, begin: int = 0) -> bytes:
-    """Content that is valid UTF-8, unchanged; `begin` is the offset of its first byte, for the message."""
+    """Return the content if it is valid UTF-8, else raise a BadRowError.
+
+    `begin` is the offset of its first byte, for the message.
+    """
     try:
         content.decode()
     except UnicodeDecodeError as error:
@@ -371,7 +380,7 @@ def valid_utf8(content: bytes, begin: int = 0) -> bytes:
 
 
 def _json_values(line: bytes, fields: Fields) -> list[Any]:
-    """Values of fields of a line of JSON: texts in UTF-8, or a conversation."""
+    """Field values of a JSON line: texts in UTF-8, or a conversation."""
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError:

@@ -1,8 +1,8 @@
-"""Checksums in a prepared Arrow file, after its last batch and before its footer.
+"""Checksums of a prepared Arrow file, stored between its last record batch and its footer.
 
-Readers of Arrow find the batches by the footer, or read up to the end of the stream, and pass over the bytes between.
-A table has the XXH3 of each block of all bytes before the table. A seal has the XXH3 of what an opening reads: the
-footer, and the metadata of all batches.
+Arrow readers find the batches through the footer, or read up to the end of the stream, and ignore the bytes between. A
+table has the XXH3 checksum of each block before the table. A seal has the XXH3 checksums of the parts that are read at
+opening: the footer, and the metadata of all batches.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from nxtrain.data.arrow import ipc
 from nxtrain.data.storage import DataFile, read_exactly
 
 BLOCK_BYTES = 1 << 16
-"""Bytes of a block. A row is read with its whole block, which takes a disk hardly longer than the row alone."""
+"""Bytes of a checksummed block. Reading a row means reading its whole block, which hardly takes a disk longer."""
 
 ENTRY_BYTES = 8
-"""Bytes of a block's checksum in the table."""
+"""Bytes of one block checksum in the table."""
 
 _SEAL = struct.Struct("<8sQQQ")
 _MAGIC = b"NXTSEAL1"
 
 
 class DamagedBlockError(Exception):
-    """Error of a block, from `start` to before `stop`, that differs from the written bytes."""
+    """Error for a block whose bytes from `start` up to `stop` differ from the written bytes."""
 
     def __init__(self, start: int, stop: int) -> None:
         super().__init__(start, stop)
@@ -36,11 +36,11 @@ class DamagedBlockError(Exception):
 
 
 class Sealing:
-    """Computes the checksums of a file that grows batch by batch.
+    """Accumulator of the checksums of a file that grows batch by batch.
 
     Args:
-        rest: Bytes of the file after its last whole block.
-        metadata: Checksums of the metadata of each batch that is written.
+        rest: Bytes of the file after its last complete block.
+        metadata: Checksums of the metadata of all written batches.
     """
 
     def __init__(self, rest: bytes = b"", metadata: Sequence[int] = ()) -> None:
@@ -49,11 +49,11 @@ class Sealing:
 
     @property
     def rest(self) -> int:
-        """Checksum of the bytes after the last whole block."""
+        """Checksum of the bytes after the last complete block."""
         return xxh3_64_intdigest(self._rest)
 
     def add(self, content: memoryview) -> bytes:
-        """Add the next bytes; returns the entries of the blocks that these bytes complete."""
+        """Add the next bytes of the file; return the table entries of the blocks that are completed."""
         left = content.cast("B")
         entries = b""
         while len(self._rest) + len(left) >= BLOCK_BYTES:
@@ -70,16 +70,16 @@ class Sealing:
         return entries
 
     def add_batch(self, content: memoryview, metadata_bytes: int) -> tuple[bytes, int]:
-        """Add a batch, which begins with its metadata; returns entries as `add`, and the checksum of the metadata."""
+        """Add a record batch, which begins with its metadata; return entries as `add`, and the metadata's checksum."""
         checksum = xxh3_64_intdigest(content[:metadata_bytes])
         self._metadata.append(checksum)
         return self.add(content), checksum
 
     def finish(self, num_bytes: int, footer: bytes) -> bytes:
-        """Entry of the last block and the seal, which come after the other entries.
+        """Table entry of the last block, and the seal.
 
         Args:
-            num_bytes: Bytes before the table.
+            num_bytes: Number of bytes before the table.
             footer: All bytes after the seal.
         """
         last = b""
@@ -93,10 +93,10 @@ def _entry(block: bytearray | memoryview) -> bytes:
 
 
 class CheckedFile:
-    """A prepared file with checksums; each block is verified when one of its bytes is read first.
+    """A prepared file with checksums; each block is verified at its first read.
 
     Args:
-        num_bytes: Bytes before the table of checksums.
+        num_bytes: Number of bytes before the table of checksums.
     """
 
     def __init__(self, file: DataFile, num_bytes: int) -> None:
@@ -119,7 +119,7 @@ class CheckedFile:
         return self._file.read(view, start)
 
     def verified(self) -> Iterator[tuple[int, DamagedBlockError | None]]:
-        """Bytes of each block of the file, and its damage if its content differs from the written bytes."""
+        """Verify all blocks of the file; yield the number of bytes of each block, and the error if it is damaged."""
         for block in range(len(self._is_verified)):
             damage = None
             try:
@@ -129,22 +129,22 @@ class CheckedFile:
             yield min(BLOCK_BYTES, self._covered - block * BLOCK_BYTES), damage
 
     def forget_changed(self) -> None:
-        """Verify all blocks again if the file has changed in place since the last call."""
+        """Verify all blocks again if the file was modified in place since the last call."""
         version = self._file.version()
         if version != self._version:
             self._is_verified = bytearray(len(self._is_verified))
             self._version = version
 
     def table(self) -> bytes:
-        """Checksums of all blocks, an identity of the content."""
+        """Checksums of all blocks, which identify the content."""
         return bytes(read_exactly(self._file, ENTRY_BYTES * len(self._is_verified), self._covered))
 
     def version(self) -> object:
-        """Value that differs after a change of the content in place."""
+        """Value that changes when the content of the file is modified in place."""
         return self._file.version()
 
     def ahead(self, read: Callable[..., object], *args: object) -> None:
-        """Call a function that reads ahead; see `DataFile.ahead`."""
+        """Prefetch: call a reading function in another thread; see `DataFile.ahead`."""
         self._file.ahead(read, *args)
 
     def _verify(self, block: int) -> None:
@@ -158,7 +158,7 @@ class CheckedFile:
 
 
 def checked(file: DataFile, footer_start: int) -> CheckedFile | None:
-    """File with verified reads, after a comparison of its footer and metadata with the seal; None without a seal."""
+    """Wrap a file for verified reads, after verifying its footer and metadata; None if the file has no checksums."""
     start = footer_start - _SEAL.size
     sealed = bytes(read_exactly(file, _SEAL.size, start)) if start > 0 else b""
     if not sealed.startswith(_MAGIC):

@@ -1,4 +1,4 @@
-"""Source files of a corpus: the formats, recognised by content and name, and the fingerprint of all files."""
+"""Source files of a corpus: recognition of their formats by content and name, and a fingerprint of all files."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ FORMATS = (
 )
 
 _LOOK_BYTES = 1 << 16
-"""Bytes at the begin of a file by which its format is recognised."""
+"""Bytes at the begin of a file from which its format is recognised."""
 
 _SAMPLE_BYTES = 1 << 14
-"""Bytes at the begin, in the middle and at the end that a fingerprint covers."""
+"""Bytes at the begin, in the middle and at the end of a file that its fingerprint covers."""
 
 _COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _COMPRESSED_NAMES = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
@@ -50,7 +50,7 @@ _NAMES: dict[str, Kind] = {
     ".text": "text",
 }
 _OF_DATASETS = frozenset({"state.json", "dataset_info.json"})
-"""Files of save_to_disk that hold no rows."""
+"""Files of Hugging Face's `save_to_disk` that contain no rows."""
 
 _WORDS: dict[Kind, str] = {
     "text": "text",
@@ -63,12 +63,12 @@ _WORDS: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Source:
-    """A file of a corpus.
+    """A source file of a corpus.
 
     Args:
-        name: Name that does not depend on the folder of the corpus, for the fingerprint.
-        compression: Codec of pyarrow; empty for a plain file.
-        version: Size and time of the last change of a file, tag of an object.
+        name: Name relative to the folder of the corpus, for the fingerprint.
+        compression: Name of pyarrow's codec; empty for an uncompressed file.
+        version: Size and modification time of a file, or version tag of an object.
         sample: Hash of parts of the content.
     """
 
@@ -84,13 +84,15 @@ class Source:
 def find_sources(
     arguments: Sequence[Location | HubFiles], only: str = "", mixed: bool = False, any_text: bool = False
 ) -> list[Source]:
-    """Find and recognise a corpus's files, in the order of the arguments, and sorted by path inside of a folder.
+    """Find the source files of a corpus and recognise their formats.
+
+    Files are in the order of the arguments, and sorted by path inside of a folder.
 
     Args:
-        arguments: Files and folders, objects and prefixes of buckets, files of the Hub. Hidden files are left out.
-        only: Pattern, such as `*.parquet`, that the names of a folder's files must match; empty: all.
-        mixed: A folder may hold text next to other formats.
-        any_text: A file of an unknown format counts as text, whose reader skips or refuses other content.
+        arguments: Files and folders, objects and bucket prefixes, or files of the Hub. Hidden files are ignored.
+        only: Pattern, such as `*.parquet`, that the names of a folder's files must match; empty for all.
+        mixed: A folder may contain text files next to other formats.
+        any_text: Treat a file of unknown format as text, whose reader skips or refuses other content.
     """
     sources: list[Source] = []
     for given in arguments:
@@ -117,7 +119,7 @@ def find_sources(
 
 
 def fingerprint(sources: Sequence[Source]) -> str:
-    """Identity of the files: names, sizes and parts of the content."""
+    """Hash that identifies the source files: of their names, sizes and samples of their content."""
     digest = hashlib.blake2b(digest_size=16)
     for source in sources:
         digest.update(repr((source.name, source.size, source.kind, source.compression, source.sample)).encode())
@@ -125,12 +127,12 @@ def fingerprint(sources: Sequence[Source]) -> str:
 
 
 def versions(sources: Sequence[Source]) -> str:
-    """Identity of this copy of the files: the times of their last changes, or the tags of objects."""
+    """Hash that identifies this copy of the files: of modification times, or of the version tags of objects."""
     return hashlib.blake2b(repr([source.version for source in sources]).encode(), digest_size=16).hexdigest()
 
 
 def summary(sources: Sequence[Source]) -> str:
-    """Number of files of each format, in words."""
+    """Number of files of each format, as text."""
     kinds: Counter[str] = Counter()
     for source in sources:
         kind = _WORDS[source.kind]
@@ -141,7 +143,7 @@ def summary(sources: Sequence[Source]) -> str:
 
 
 def _listed(argument: Location) -> list[PurePosixPath] | None:
-    """Names of the files below a folder or a prefix, sorted; None for a file or an object."""
+    """Sorted names of the files below a folder or a prefix; None for a single file or object."""
     if isinstance(argument, Path):
         if not os.path.lexists(argument):
             raise ConfigError(f"{argument} does not exist; give {FORMATS}")
@@ -161,7 +163,7 @@ def _listed(argument: Location) -> list[PurePosixPath] | None:
 
 
 def _chosen(argument: Location, names: Sequence[PurePosixPath], only: str) -> list[str]:
-    """Names of the files of a folder that hold documents, and match a pattern."""
+    """Names of the files of a folder that contain documents and match a pattern."""
     states = [name for name in names if name.name == "state.json"]
     if PurePosixPath("dataset_dict.json") in names:
         splits = sorted({f"{argument / str(state.parent)}" for state in states})
@@ -176,7 +178,7 @@ def _chosen(argument: Location, names: Sequence[PurePosixPath], only: str) -> li
 
 
 def _is_dataset(state: Location, folder: Location) -> bool:
-    """True if a file is the state file of a folder of save_to_disk."""
+    """True if a file is the state file in a folder of Hugging Face's `save_to_disk`."""
     content: dict[str, Any] | None = None
     with suppress(OSError):
         content = parse(content_of(state))
@@ -188,7 +190,7 @@ def _is_dataset(state: Location, folder: Location) -> bool:
 
 
 def _recognise(path: Location, name: str, any_text: bool) -> Source:
-    """Recognise a file's format, and read its sample."""
+    """Recognise the format of a file, and hash its sample."""
     file = open_file(path, None)
     try:
         head = bytes(read_exactly(file, _LOOK_BYTES, 0))
@@ -217,13 +219,13 @@ def _recognise(path: Location, name: str, any_text: bool) -> Source:
     kind = _kind(path, plain.suffix.lower(), head, any_text)
     if compression and kind not in {"text", "jsonl"}:
         raise DataError(
-            f"{path} is {_WORDS[kind]} inside {compression}; uncompress it, since it has compression inside"
+            f"{path} is {_WORDS[kind]} inside {compression}; uncompress it, since it is compressed internally"
         )
     return Source(path, name, kind, compression, file.num_bytes, file.version(), digest.hexdigest())
 
 
 def _kind(path: Location, suffix: str, head: bytes, any_text: bool) -> Kind:
-    """Format of a file by its first bytes, or by its suffix if the bytes fit several formats."""
+    """Format of a file by its first bytes, or by its name if the bytes fit several formats."""
     if head.startswith(b"PAR1"):
         return "parquet"
     if head.startswith(MAGIC):
@@ -247,7 +249,7 @@ def _kind(path: Location, suffix: str, head: bytes, any_text: bool) -> Kind:
 
 
 def _is_utf8(head: bytes) -> bool:
-    """True if the first bytes of a file are UTF-8; its last character may be cut."""
+    """True if the first bytes of a file are UTF-8; the last character may be incomplete."""
     try:
         head.decode()
     except UnicodeDecodeError as error:
@@ -256,7 +258,7 @@ def _is_utf8(head: bytes) -> bool:
 
 
 def _looks_like_json_lines(head: bytes) -> bool:
-    """True if the first line is a JSON object, or is longer than the bytes and begins as one."""
+    """True if the first line is a JSON object, or the begin of one that is longer than the bytes."""
     line, newline, _ = head.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")
     if not line.startswith(b"{"):
         return False

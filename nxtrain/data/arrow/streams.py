@@ -1,11 +1,11 @@
-"""Rows of a prepared corpus, tokenized and packed while consumed, in lanes that are independent of the ranks.
+"""Rows of a prepared corpus, tokenized and packed on the fly, in lanes independent of the number of ranks.
 
-The endless order of documents is dealt to a fixed number of lanes: lane l takes positions l, l + L, l + 2L and so on.
-Each lane packs its own documents into rows. A lane's position is two numbers, from which its rows go on exactly.
+The endless order of documents is divided among a fixed number of L lanes. Lane l has positions l, l + L, l + 2L and so
+on. Each lane packs its own documents into rows. A lane's position is two numbers, from which its rows continue exactly.
 
-A position of `concat` is a document and a token in it, with which the next row begins. A position of `best_fit` is the
-first document of a window, and the rows that the window has given. A window has the tokens of `WINDOW_ROWS` rows or
-slightly more, and is packed as one. Its documents are tokenized again after a resume.
+A position of `concat` is a document and the token in it at which the next row begins. A position of `best_fit` is the
+first document of a window, and the number of rows returned from the window. A window has the tokens of `WINDOW_ROWS`
+rows or slightly more, and is packed as a whole. Its documents are tokenized again after a resume.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from nxtrain.data.stream_loader import Lane, LaneOrder, LanePosition
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
 
 WINDOW_ROWS = 128
-"""Rows that `best_fit` packs as one: log-normal documents then waste 0.5 to 0.7% of the positions."""
+"""Rows that `best_fit` packs together. With log-normal document lengths, 0.5 to 0.7% of the positions are padding."""
 
 _GROUP_BYTES = 1 << 16
-"""Text that a lane tokenizes at once, so that the tokenizer's threads have work."""
+"""Bytes of text that a lane tokenizes in one call, so that all threads of the tokenizer are busy."""
 
 _PERMUTED = 64
-"""Documents of a lane whose numbers are computed at once."""
+"""Number of documents of a lane whose indices are computed in one call."""
 
 Ids = NDArray[np.unsignedinteger[Any]]
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents of a corpus as token ids, in the endless order.
+    """Documents of a corpus as token ids, in an endless order.
 
     Args:
-        corpus: Text, or ids that end with the end of text.
-        tokenizer: Tokenizer of text; ids need none.
-        held_out: Share of the documents that are held out, by a hash of their content.
+        corpus: Corpus of text, or of ids that end with the end-of-text id.
+        tokenizer: Tokenizer for a corpus of text; None for ids.
+        held_out: Share of the documents that is held out, selected by a hash of their content.
         mark: Called with the name of each document before it is read, and before it is tokenized alone.
     """
 
@@ -63,7 +63,7 @@ class Documents:
     mark: Callable[[str], None] | None = None
 
     def lane(self, order: LaneOrder, lane: int, start: int = 0) -> Iterator[tuple[int, Ids]]:
-        """Endless documents of a lane from an ordinal on, each with its ordinal."""
+        """Iterate endlessly over the documents of a lane from an ordinal on, each with its ordinal."""
         total, num_skipped = len(self.corpus), 0
         numbers = self._document_numbers(order, lane, start)
         # A process that must name its document tokenizes one at a time; it has a single thread in any case.
@@ -83,7 +83,7 @@ class Documents:
                     if num_skipped > total:
                         raise DataError(
                             f"{self.corpus.path}: data.validation_fraction={self.held_out} holds out every document "
-                            f"of {total:,} that can be trained on; lower it, or give more documents"
+                            f"of {total:,} in the corpus; lower it, or give more documents"
                         )
                 else:
                     ordinals.append(ordinal)
@@ -93,7 +93,7 @@ class Documents:
             yield from zip(ordinals, self.ids(contents, prompts), strict=True)
 
     def _document_numbers(self, order: LaneOrder, lane: int, start: int) -> Iterator[tuple[int, int]]:
-        """Endless ordinals of a lane from `start` on, each with the number of its document."""
+        """Iterate endlessly over the ordinals of a lane from `start` on, each with the index of its document."""
         total = len(self.corpus)
         for begin in count(start, _PERMUTED):
             ordinals = np.arange(begin, begin + _PERMUTED)
@@ -105,10 +105,10 @@ class Documents:
             yield from zip(ordinals.tolist(), documents.tolist(), strict=True)
 
     def ids(self, contents: Sequence[bytes], prompts: Sequence[int]) -> Iterator[Ids]:
-        """Ids of documents, each with the end of text after it; ids of prompts have `PROMPT_BIT`.
+        """Token ids of documents, each with the end-of-text id; ids of prompts have `PROMPT_BIT`.
 
         Args:
-            contents: Documents as they are stored.
+            contents: Stored bytes of the documents.
             prompts: Length of each document's prompt.
         """
         if not self.corpus.is_ids:
@@ -127,17 +127,17 @@ class Documents:
 
 
 def is_held_out(content: bytes, share: float) -> bool:
-    """True for a document of the held-out share; equal documents are always on the same side."""
+    """True if a document belongs to the held-out share. Equal documents are always on the same side of the split."""
     return share > 0 and content_hash(content) < share * 2.0**64
 
 
 def content_hash(content: bytes) -> int:
-    """Hash of a document, uniform below 2^64."""
+    """Hash of a document's content, uniform below 2^64."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 def _marked(ids: Ids, num_tokens: int) -> Ids:
-    """Ids of a document whose first tokens are a prompt."""
+    """Token ids of a document, with `PROMPT_BIT` set on the first `prompt` tokens."""
     if not num_tokens:
         return ids
     marked: Ids = np.where(np.arange(ids.size) < num_tokens, ids.astype(np.uint32) | np.uint32(PROMPT_BIT), ids)
@@ -145,11 +145,11 @@ def _marked(ids: Ids, num_tokens: int) -> Ids:
 
 
 class ConcatLane:
-    """Documents end to end; a row begins with the last token of the row before.
+    """Lane that concatenates documents and cuts them into rows; a row begins with the last token of the previous row.
 
     Args:
         documents: Documents from the document of `position` on, each with its ordinal.
-        position: Document and token with which the next row begins.
+        position: Document and token at which the next row begins.
     """
 
     def __init__(self, documents: Iterator[tuple[int, Ids]], seq_len: int, position: LanePosition) -> None:
@@ -158,7 +158,7 @@ class ConcatLane:
         self._held: deque[tuple[int, Ids]] = deque()
 
     def row(self) -> NDArray[np.int32]:
-        """Next row: (S + 1,) marked ids."""
+        """Next row: (S + 1,) token ids with marks."""
         capacity = self._seq_len + 1
         row, filled = np.empty(capacity, np.int32), 0
         start, number = self.position[1], 0
@@ -181,11 +181,11 @@ class ConcatLane:
 
 
 class BestFitLane:
-    """Documents fitted whole into rows; only documents longer than a row are cut.
+    """Lane that packs whole documents into rows by best fit; only documents longer than a row are cut.
 
     Args:
-        position: First document of the window, and rows that the window has given.
-        seed: Seed of the order of the rows in a window; None: the order of packing.
+        position: First document of the window, and number of rows returned from the window.
+        seed: Seed of the row order in a window; None for the order of packing.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class BestFitLane:
         return self._begin, self._given
 
     def row(self) -> NDArray[np.int32]:
-        """Next row: (S + 1,) marked ids, `IGNORE_INDEX` after the last document."""
+        """Next row: (S + 1,) token ids with marks, `IGNORE_INDEX` after the last document."""
         if not len(self._rows):
             self._fill()
             if self._given >= len(self._rows):  # a position in other data, whose window had more rows
@@ -248,7 +248,7 @@ def open_lane(
     lane: int,
     position: LanePosition = (0, 0),
 ) -> Lane:
-    """Open a lane at a position."""
+    """Open a lane of a corpus at a position."""
     of_lane = documents.lane(order, lane, position[0])
     if packing == "concat":
         return ConcatLane(of_lane, seq_len, position)
@@ -259,14 +259,14 @@ def open_lane(
 
 
 class MixedLane:
-    """Rows of several corpora by their shares; each row is of one corpus.
+    """Lane of a mixture, which returns rows of several corpora by their shares; each row is from one corpus.
 
-    The lanes share each block of as many rows as there are lanes, in an order drawn for each block. A lane therefore
-    gets rows of every corpus, whatever the period of the mixture.
+    In each block of as many rows as lanes, every lane gets one row, in a random order for each block. A lane therefore
+    gets rows of every corpus, for any period of the mixture.
 
     Args:
-        open_part: Opens the lane of a corpus by the number of the corpus and the position in the corpus.
-        position: Rows that the lane has given, and the position in each corpus; an absent corpus begins.
+        open_part: Opens the lane of a corpus, given its index and the position in the corpus.
+        position: Number of rows that the lane has returned, and the position in each corpus.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ class MixedLane:
         return self._given, *chain.from_iterable(part.position for part in self._parts)
 
     def row(self) -> NDArray[np.int32]:
-        """Next row: (S + 1,) ids with `PROMPT_BIT` and `END_BIT`, `IGNORE_INDEX` after the last document."""
+        """Next row: (S + 1,) token ids with `PROMPT_BIT` and `END_BIT`, `IGNORE_INDEX` after the last document."""
         lanes = self._order.lanes
         position = np.array([self._given * lanes + self._lane])
         corpora, _ = self._mixture.rows(self._given * lanes + shuffled(position, lanes, self._order.seed))
@@ -302,12 +302,12 @@ class MixedLane:
 
 @dataclass(frozen=True)
 class CorpusLanes:
-    """Source of the lanes of prepared corpora.
+    """Source of the lanes of prepared corpora, which worker processes open.
 
     Args:
-        identities: Identities of the corpora that were checked.
-        mixture: Shares of several corpora; None for one.
-        tokenizer: The `tokenizer.json` of text; None for ids only.
+        identities: Identities of the checked corpora, with which the opened corpora must agree.
+        mixture: Shares of several corpora; None for one corpus.
+        tokenizer: The `tokenizer.json` for text; None for ids only.
     """
 
     paths: tuple[Location, ...]
@@ -326,14 +326,12 @@ class CorpusLanes:
         corpora = [PreparedCorpus(path, self.cache) for path in self.paths]
         for corpus, identity in zip(corpora, self.identities, strict=True):
             if corpus.identity != identity:
-                raise DataError(
-                    f"{corpus.path} is another corpus on this machine than on that which checked it; copy it anew"
-                )
+                raise DataError(f"{corpus.path} differs from the corpus on the machine that checked it; copy it again")
         tokenizer = load_tokenizer(self.tokenizer, self.vocab_size, self.end_of_text) if self.tokenizer else None
         return [Documents(corpus, tokenizer, self.vocab_size, self.held_out, mark) for corpus in corpora]
 
     def opened(self, mark: Callable[[str], None] | None = None) -> Callable[[LaneOrder, int, LanePosition], Lane]:
-        """Open the documents; returns the function that opens a lane."""
+        """Open the documents, and return a function that opens a lane."""
         documents, mixture = self.documents(mark), self.mixture
         if mixture is None:
             return partial(open_lane, documents[0], self.packing, self.seq_len)

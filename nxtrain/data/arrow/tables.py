@@ -1,8 +1,8 @@
-"""Rows of Parquet and Arrow files, read in slices of bounded size.
+"""Rows of Parquet and Arrow files, read in slices of bounded size, and safe for damaged files.
 
-An Arrow file says itself where its documents lie. pyarrow believes it: its casts, its count of nulls and its scalars of
-a damaged file read outside of the buffers, and end the process. Nothing here calls them. Every number that comes from
-the file is compared with the size of the buffer that it points into.
+An Arrow file has offsets of its documents, which pyarrow trusts. In a damaged file, pyarrow's casts, null counts and
+scalars read outside of the buffers, and crash the process. This module does not call these functions. It compares every
+offset from the file with the size of its buffer.
 
 Reference: Arrow columnar format, "Variable-size Binary Layout", "Variable-size Binary View Layout".
 """
@@ -41,20 +41,20 @@ from nxtrain.data.arrow.sources import Source
 from nxtrain.data.storage import open_stream, unreadable
 
 _SLICE_ROWS = 256
-"""Rows that are converted at once; documents are copied one by one."""
+"""Number of rows that are converted in one call; documents are copied one by one."""
 
 _PARQUET_BYTES = 1 << 16
-"""Least bytes of a request for a part of a Parquet file. Its columns come in requests of 1 MiB anyway."""
+"""Minimum bytes of a request for a part of a Parquet file. Columns are requested in 1 MiB anyway."""
 
 _VIEW_BYTES = 16
 _INLINE_BYTES = 12
-"""Longest text that is stored inside of a view, in bytes."""
+"""Maximum bytes of a text that is stored inside of an Arrow string view."""
 
 _READ_AGAIN = "fetch or write the file again"
 
 
 def table_rows(source: Source, fields: Fields, start: int, progress: ReadProgress) -> Iterator[SourceRow | BadRow]:
-    """Rows of a Parquet or Arrow file after a row.
+    """Iterate over the rows of a Parquet or Arrow file after a given row.
 
     Args:
         start: Number of the last row to skip.
@@ -76,7 +76,7 @@ def table_rows(source: Source, fields: Fields, start: int, progress: ReadProgres
 
 
 def _parquet(source: Source, fields: Fields, start: int, progress: ReadProgress) -> Iterator[SourceRow | BadRow]:
-    """Rows of a Parquet file; a damaged row group does not hide the next one."""
+    """Iterate over the rows of a Parquet file. A damaged row group does not hide the next row group."""
     opened = source.path if isinstance(source.path, Path) else open_stream(source.path, _PARQUET_BYTES)
     with pq.ParquetFile(opened, pre_buffer=False, buffer_size=1 << 20) as file:
         total = file.metadata.num_rows
@@ -106,9 +106,9 @@ def _parquet(source: Source, fields: Fields, start: int, progress: ReadProgress)
 
 
 def _arrow(source: Source, fields: Fields, start: int, progress: ReadProgress) -> Iterator[SourceRow | BadRow]:
-    """Rows of an Arrow IPC file or stream.
+    """Iterate over the rows of an Arrow IPC file or stream.
 
-    A file of a disk is mapped, so that a batch may be larger than the memory: single batches of terabytes are in use.
+    A file on a disk is memory-mapped, so that a batch may be larger than the memory. Batches of terabytes exist.
     """
     path = source.path
     with pa.memory_map(str(path)) if isinstance(path, Path) else pa.PythonFile(open_stream(path), mode="r") as mapped:
@@ -145,14 +145,14 @@ def _opened(mapped: Any, is_file: bool, options: Any = None) -> Any:
 
 
 def _present(schema: pa.Schema, fields: Fields) -> Fields:
-    """Fields without the prompt of answers, if there is no such column."""
+    """Fields without the prompt field of answers, if the file has no such column."""
     if fields.answers is not None and fields.prompt not in schema.names:
         return replace(fields, prompt="")
     return fields
 
 
 def _field_defect(schema: pa.Schema, fields: Fields) -> tuple[str, str] | None:
-    """Reason and detail that make every row bad: a column is absent, or has an unsuitable type."""
+    """Reason and detail of a defect that affects every row: a missing column, or a column of an unsuitable type."""
     defects = [_column_defect(schema, field, fields) for field in fields.names]
     return next(filter(None, defects), None)
 
@@ -178,13 +178,13 @@ def _column_defect(schema: pa.Schema, field: str, fields: Fields) -> tuple[str, 
 
 
 def _holds_turns(kind: pa.DataType) -> bool:
-    """True for a column of lists of structures."""
+    """True for a column of lists of structures, which may be turns of conversations."""
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     return bool(is_list and pa.types.is_struct(kind.value_type))
 
 
 def _documents(columns: Sequence[Any], begin: int, start: int, fields: Fields) -> Iterator[SourceRow | BadRow]:
-    """Rows of columns whose first value is that of row `begin` + 1; rows up to `start` are skipped."""
+    """Iterate over the rows of columns whose first value belongs to row `begin` + 1; rows up to `start` are skipped."""
     if fields.answers is not None:
         yield from _written(
             [_values(*named) for named in zip(columns, fields.names, strict=True)], begin, start, fields
@@ -205,7 +205,7 @@ def _documents(columns: Sequence[Any], begin: int, start: int, fields: Fields) -
 
 
 def _written(columns: Sequence[Iterator[Any]], begin: int, start: int, fields: Fields) -> Iterator[SourceRow | BadRow]:
-    """Rows whose documents a writer makes of the values of columns, as in `_documents`; an error is the row's."""
+    """Iterate over rows whose documents are converted from column values, as in `_documents`; errors are bad rows."""
     for row, values in enumerate(zip(*columns, strict=True), begin + 1):
         if row <= start:
             continue
@@ -219,7 +219,7 @@ def _written(columns: Sequence[Iterator[Any]], begin: int, start: int, fields: F
 
 
 def _turns(column: Any) -> Iterator[Any]:
-    """Conversations of a part of a column: lists of turns, or None."""
+    """Conversations in a slice of a column: lists of turns, or None."""
     column.validate(full=True)  # pyarrow trusts a file's offsets when it makes Python objects
     for messages in column:
         turns = messages.as_py()
@@ -230,7 +230,7 @@ def _turns(column: Any) -> Iterator[Any]:
 
 
 def _values(column: Any, field: str) -> Iterator[Any]:
-    """Strings or conversations of a part of a column, None for null, and an error for other values."""
+    """Strings or conversations in a slice of a column, None for null, and an error for other values."""
     if _holds_turns(column.type):
         yield from _turns(column)
         return
@@ -248,7 +248,7 @@ def _values(column: Any, field: str) -> Iterator[Any]:
 
 
 def _defect(text: bytes | int | None, field: str) -> tuple[str, str] | None:
-    """Reason and detail that make a row bad; None for text."""
+    """Reason and detail of a defect of a document; None for usable text."""
     if text is None:
         return MISSING_FIELD, f'"{field}" is null'
     if isinstance(text, int):
@@ -261,10 +261,10 @@ def _defect(text: bytes | int | None, field: str) -> tuple[str, str] | None:
 
 
 def document_bytes(column: pa.Array, limit: int) -> Iterator[bytes | int | None]:
-    """Copies of the documents of a column: None for null, and the length alone for a document above the limit.
+    """Copy the documents of a column: None for null, and only the length for a document above the size limit.
 
     Args:
-        column: Strings, bytes, or a dictionary of them, with offsets of any width, or views.
+        column: Column of strings or bytes, dictionary-encoded or not, with offsets of any width, or with views.
     """
     kind, buffers = column.type, column.buffers()
     start, number = column.offset, len(column)
@@ -324,7 +324,7 @@ def _of_views(buffers: Sequence[Any], start: int, valid: Sequence[bool], limit: 
 
 
 def _numbers(buffer: Any, dtype: DTypeLike, start: int, number: int) -> NDArray[Any]:
-    """View of a range of numbers in a buffer, after a check that the buffer has the range."""
+    """View of a range of numbers in a buffer, after checking that the buffer has the range."""
     dtype = np.dtype(dtype)
     size = buffer.size if buffer is not None else 0
     if (start + number) * dtype.itemsize > size:
@@ -333,7 +333,7 @@ def _numbers(buffer: Any, dtype: DTypeLike, start: int, number: int) -> NDArray[
 
 
 def _valid(buffer: Any, start: int, number: int) -> Sequence[bool]:
-    """Validity of each row; all are valid without a buffer."""
+    """Validity of each row from a bitmap buffer; all rows are valid without a buffer."""
     if buffer is None:
         return [True] * number
     first, last = start // 8, -(-(start + number) // 8)

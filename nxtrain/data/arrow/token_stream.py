@@ -1,4 +1,4 @@
-"""Tokens that a run writes once and reads in rows: a prepared corpus of marked ids, with the checksums of such."""
+"""Token file that a run writes once and reads in rows: a prepared corpus of token ids with marks and checksums."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from nxtrain.data.samples import Samples
 from nxtrain.data.storage import Tokens, refusing
 
 MARKED = np.dtype(np.uint32)
-"""Type of the ids; their marks are `PROMPT_BIT` and `END_BIT`."""
+"""Type of token ids with the marks `PROMPT_BIT` and `END_BIT`."""
 
 
 def write_stream(path: Path, groups: Iterable[Sequence[Tokens]]) -> None:
-    """Write documents as a stream of tokens; the file gets its name when it is complete and on disk.
+    """Write documents as a token file, which gets its name when it is complete and synced to the disk.
 
     Args:
-        groups: Documents as marked ids, each group a batch of the file.
+        groups: Groups of documents as ids with marks; each group becomes a record batch.
     """
     with refusing(path):
         outputs = Outputs(path)
@@ -41,7 +41,7 @@ def write_stream(path: Path, groups: Iterable[Sequence[Tokens]]) -> None:
 
 
 def opened_before(path: Path) -> PreparedCorpus | None:
-    """Open the corpus or stream that an earlier start wrote; None if it is absent or damaged."""
+    """Open the corpus or token file that an earlier start wrote; None if it is absent or damaged."""
     try:
         if path.exists():
             return PreparedCorpus(path)
@@ -51,7 +51,7 @@ def opened_before(path: Path) -> PreparedCorpus | None:
 
 
 class StreamSamples(Samples):
-    """Rows of a stream of tokens, in which each row begins with the last token of the row before."""
+    """Rows of a token file, in which each row begins with the last token of the previous row."""
 
     def __init__(self, path: Path, seq_len: int) -> None:
         self._corpus, self.seq_len = PreparedCorpus(path), seq_len
@@ -59,7 +59,7 @@ class StreamSamples(Samples):
         self.num_rows = max(0, self.num_tokens - 1) // seq_len
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows at indices: (n,) to (n, S + 1)."""
+        """Rows with the given indices: (n,) to (n, S + 1)."""
         self._corpus.forget_changed()
         rows = np.empty((indices.size, self.seq_len + 1), np.int64)
         size = rows.shape[1] * MARKED.itemsize

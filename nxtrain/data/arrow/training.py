@@ -1,10 +1,10 @@
-"""Preparation of a run's documents by one rank: corpora, tokenizer and token files, and the streams of every rank.
+"""Preparation of a run's documents by one rank (corpora, tokenizer, token files), and opening by all ranks.
 
-A run on text or on the standard library first makes a corpus of it, as `nxtrain data prepare` does. Its documents then
-become a stream of tokens in the run's folder. Documents of a prepared corpus are tokenized while they are consumed.
+A run on text or on the standard library first prepares a corpus, as `nxtrain data prepare` does. The documents are then
+written as a token file to the run's folder. Documents of a prepared corpus are tokenized on the fly.
 
-The name of every file has the fingerprint of its inputs. A second start therefore reuses the file, and a changed corpus
-never uses an old one.
+Each file name includes a fingerprint of its inputs. A second start therefore reuses the file, and a changed corpus
+never uses an old file.
 """
 
 from __future__ import annotations
@@ -46,23 +46,24 @@ if TYPE_CHECKING:
     from nxtrain.config.schema import DataConfig
 
 _TOKENIZER_BYTES = 32 << 20
-"""Text from which a tokenizer is trained; a larger sample hardly changes the frequent merges, but takes longer."""
+"""Bytes of text from which a tokenizer is trained. A larger sample takes longer, and hardly changes frequent merges."""
 
 _GROUP_BYTES = 1 << 20
-"""Text that is tokenized at once."""
+"""Bytes of text that are tokenized in one call."""
 
 _SKIPPED: dict[str, OnBad] = {"stdlib": "skip", "text": "skip binary"}
-"""Treatment of unusable files: folders of text hold pictures too, and some modules of the library are not UTF-8."""
+"""Policy for unusable files: skip them, since folders of text contain images, and some modules are not UTF-8."""
 
 
 @dataclass(frozen=True)
 class RunCorpora:
-    """Corpora of a run.
+    """Corpora of a run, with the shares of a mixture and the held-out fraction.
 
     Args:
-        mixture: Their shares of the rows; None for one corpus.
+        corpora: The corpora.
+        mixture: Share of the rows of each corpus; None for one corpus.
         fraction: `data.validation_fraction`.
-        is_text: The run has made the corpus of text or of the standard library.
+        is_text: The run has prepared the corpus from text or from the standard library.
     """
 
     corpora: Sequence[PreparedCorpus]
@@ -83,10 +84,10 @@ class RunCorpora:
 
     @cached_property
     def held_out(self) -> float:
-        """Bound of the hashes below which documents are held out, as a share of all hashes.
+        """Threshold below which a document's hash means held out, as a share of all hashes.
 
-        Few documents may have no hash below the fraction itself. Those of text are therefore held out in ascending
-        order of their hashes until they hold the fraction of the text.
+        In a small corpus, no hash may be below the fraction itself. Documents of text are therefore held out in
+        ascending order of their hashes until they contain the fraction of the text.
         """
         if not (self.is_text and self.fraction):
             return self.fraction
@@ -107,14 +108,14 @@ class RunCorpora:
         return (float(ascending[last]) + float(ascending[following])) / 2.0**65
 
     def parts(self, total: float) -> list[float]:
-        """Parts of a number in proportion to the shares of the corpora; their sum is at least the number."""
+        """Divide a number in proportion to the shares of the corpora; the sum of the parts is at least the number."""
         if self.mixture is None:
             return [total]
         return [-(-total * share // self.mixture.period) for share in self.mixture.shares]
 
 
 def open_corpora(config: DataConfig, workdir: Path) -> RunCorpora:
-    """Open the corpora of a run; text becomes a corpus in a folder first."""
+    """Open the corpora of a run; text is first prepared as a corpus in a folder."""
     if config.source != "arrow":
         return _text_corpus(config, workdir)
     if not config.mixture:
@@ -124,7 +125,7 @@ def open_corpora(config: DataConfig, workdir: Path) -> RunCorpora:
 
 
 def open_corpus(config: DataConfig, name: str, key: str) -> PreparedCorpus:
-    """Open a prepared corpus that a configuration names under a key."""
+    """Open the prepared corpus that a configuration key names."""
     path = location_of(name)
     try:
         corpus = PreparedCorpus(path, cache_folder(config))
@@ -144,7 +145,7 @@ def open_corpus(config: DataConfig, name: str, key: str) -> PreparedCorpus:
 
 
 class _TextWatcher(Watcher):
-    """Progress of the preparation of text, and its first skipped files."""
+    """Watcher that displays the progress of a text preparation, and records its first skipped files."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -161,7 +162,7 @@ class _TextWatcher(Watcher):
 
 
 def _text_corpus(config: DataConfig, workdir: Path) -> RunCorpora:
-    """Make the corpus of text or of the standard library, unless it exists; an unfinished corpus is continued."""
+    """Prepare a corpus from text or the standard library, unless it exists; continue an unfinished corpus."""
     name, skipped = config.path, list[str]()
     if config.source == "stdlib":
         name, files = "the standard library", stdlib_files()
@@ -200,13 +201,13 @@ def prepare_corpora(
     validation_rows: int = 0,
     answers: AnswerRows | None = None,
 ) -> Prepared:
-    """Make or check the corpora of a run, and write its tokenizer and token files, unless they are written already.
+    """Prepare or check the corpora of a run, and write its tokenizer and token files unless they exist.
 
-    Text is encoded by data.tokenizer, else by the weights' tokenizer, else by one that is trained on the text.
+    Text is encoded by data.tokenizer, else by the tokenizer of the weights, else by a tokenizer trained on the text.
 
     Args:
-        validation_rows: Most rows that an evaluation reads of a prepared corpus; 0: the run does not evaluate.
-        answers: Rows of a run on answers, which are packed without a file.
+        validation_rows: Maximum rows that an evaluation reads from a prepared corpus; 0 if the run does not evaluate.
+        answers: Row format of a preference objective, whose rows are packed in memory.
     """
     clear_drafts(workdir)
     run = open_corpora(config, workdir)
@@ -254,7 +255,7 @@ def prepare_corpora(
 
 
 def open_streams(config: DataConfig, prepared: Prepared, *, seq_len: int, vocab_size: int) -> Streams:
-    """Open the streams of prepared corpora."""
+    """Open the prepared corpora of a run as training data that is tokenized on the fly."""
     run = open_corpora(config, Path())
     tokenizer = prepared.tokenizer
     if all(corpus.is_ids for corpus in run.corpora):
@@ -277,7 +278,7 @@ def open_streams(config: DataConfig, prepared: Prepared, *, seq_len: int, vocab_
 
 
 def _train_tokenizer(run: RunCorpora, vocab_size: int, workdir: Path) -> Path:
-    """Train a tokenizer on a sample of the documents to train on, unless an earlier start has trained it."""
+    """Train a tokenizer on a sample of the training documents, unless an earlier start has trained it."""
     path = workdir / f"tokenizer-{digest(run.contents, run.fraction, vocab_size)}.json"
     if path.exists():
         return path
@@ -301,7 +302,7 @@ def _train_tokenizer(run: RunCorpora, vocab_size: int, workdir: Path) -> Path:
 
 
 def _sampled(corpus: PreparedCorpus, held_out: float, wanted_bytes: float) -> Iterator[bytes]:
-    """Text of documents to train on, drawn from a whole corpus, up to a number of bytes."""
+    """Texts of training documents, sampled from the whole corpus up to a number of bytes."""
     num_bytes = 0
     for document in shuffled(np.arange(len(corpus)), len(corpus), 0).tolist():
         content = corpus.content(document)
@@ -324,13 +325,13 @@ def _check_tokenizer(run: RunCorpora, tokenizer: TextTokenizer | None) -> None:
 
 
 Encoded: TypeAlias = Callable[..., Documents]
-"""Function that makes `Documents` of a corpus and of `held_out`."""
+"""Function that makes `Documents` from a corpus and `held_out`."""
 
 
 def _write_validation(
     config: DataConfig, run: RunCorpora, identity: str, encoded: Encoded, num_tokens: int, workdir: Path
 ) -> Path | None:
-    """Write the tokens that an evaluation reads, unless their file exists; None without an evaluation."""
+    """Write the held-out tokens that an evaluation reads, unless their file exists; None without an evaluation."""
     if config.validation_path:
         evaluated = open_corpus(config, config.validation_path, "data.validation_path")
         if evaluated.tokenizer not in {"", identity}:
@@ -369,15 +370,15 @@ def _write_training(run: RunCorpora, identity: str, encoded: Encoded, workdir: P
 def _marked(
     documents: Documents, *, on_held_out_side: bool, most_tokens: float = math.inf, progress: Progress | None = None
 ) -> Iterator[list[Tokens]]:
-    """Token ids of the training or the held-out documents, in groups, in the order of the corpus.
+    """Token ids of the training or the held-out documents, in groups, in corpus order.
 
-    The last id of a document has a mark. A section that goes on in the next section on this side has none. All sections
-    of a file are thus one document, except where a section between them is on the other side.
+    The last id of a document has an end mark. A section that continues in the next section on this side of the split
+    has none. The sections of a file are thus one document, unless a section between them is on the other side.
 
     Args:
-        on_held_out_side: Take the documents that are held out; otherwise the others.
-        most_tokens: Tokens after which the last document is cut.
-        progress: Gets the bytes that are read.
+        on_held_out_side: Select the held-out documents instead of the training documents.
+        most_tokens: Maximum number of tokens; the last document is cut.
+        progress: Called with the number of bytes read.
     """
     corpus = documents.corpus
     contents: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Copies of a prepared corpus in a bucket, from which runs on other machines read."""
+"""Upload of a prepared corpus to object storage, from which runs on other machines read it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from nxtrain.data.arrow.work import Outputs
 
 
 def upload(outputs: Outputs, root: BucketPath) -> bool:
-    """Copy a finished preparation below an address, under its names on the disk.
+    """Upload a finished corpus below an address, with the same file names as on the disk.
 
-    The summary goes last: an equal one in the bucket means that the whole corpus is there. Each block is verified as it
-    is read, and the service verifies what arrives.
+    The summary is uploaded last, so that an equal summary in the bucket means that the whole corpus is there. Each
+    block is verified when it is read, and the service verifies the received bytes.
 
     Args:
         root: Prefix for the corpus, its summary and its bad rows.
 
     Returns:
-        True if something was copied.
+        True if any file was uploaded.
 
     Raises:
-        ConfigError: The prefix holds another corpus under this name.
+        ConfigError: The prefix has another corpus with this name.
         BackendError: The service refuses the request, or its client is not installed.
         StorageError: The storage fails.
     """

@@ -1,7 +1,7 @@
-"""Work folder of a preparation: shards, bad rows and a journal, from which a killed preparation goes on.
+"""Work folder of a corpus preparation: shards, bad rows and a journal, from which a killed preparation continues.
 
-The journal has a line for each batch that is whole on the disk. A start cuts every file to the length in the last line,
-and reads the sources after the position in that line. The same sources therefore give the same bytes, whatever the
+The journal has a line for each batch that is complete on the disk. A start truncates every file to the length in the
+last line, and reads the sources from the position in that line. Equal sources therefore give equal bytes, even after
 kills.
 """
 
@@ -37,13 +37,13 @@ _SHARDS = "shards"
 
 @dataclass
 class Counts:
-    """Rows of a preparation.
+    """Counts of the rows, documents and tokens of a preparation.
 
     Attributes:
-        empty: Rows without any character but white space, which are left out.
-        skipped: Bad rows by reason.
-        num_bytes: Bytes of the written documents' text.
-        tokens: Tokens written; 0 for text.
+        empty: Rows of white space only, which are skipped.
+        skipped: Number of bad rows by reason.
+        num_bytes: Bytes of text of the written documents.
+        tokens: Number of written tokens; 0 for text.
     """
 
     rows: int = 0
@@ -54,7 +54,7 @@ class Counts:
     tokens: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Counts for the summary."""
+        """Counts as JSON values for the summary."""
         return {
             "rows": self.rows,
             "documents": self.documents,
@@ -67,11 +67,11 @@ class Counts:
 
 @dataclass(frozen=True)
 class Position:
-    """Position after the last written row.
+    """Position in the sources after the last written row.
 
     Args:
-        source: Number of the row's file.
-        offset: Bytes of the uncompressed file up to the row's end.
+        source: Index of the row's file.
+        offset: Offset of the row's end in the uncompressed file.
     """
 
     source: int = 0
@@ -81,10 +81,10 @@ class Position:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Paths of all files and folders that a preparation writes.
+    """Paths of all files and folders that a corpus preparation writes.
 
     Args:
-        out: The file, or the folder of shards.
+        out: The corpus file, or the folder of shards.
     """
 
     out: Path
@@ -96,16 +96,16 @@ class Outputs:
 
     @property
     def bad(self) -> Path:
-        """File of the bad rows that were skipped."""
+        """File with the skipped bad rows."""
         return self.out.with_suffix(".bad.jsonl")
 
     @property
     def summary(self) -> Path:
-        """File of the counts of rows, and of the settings."""
+        """File with the counts of rows, and the settings."""
         return self.out.with_suffix(".summary.json")
 
     def clear(self) -> None:
-        """Delete the results and the unfinished preparation."""
+        """Delete the results and any unfinished preparation."""
         self.clear_work()
         if self.out.is_dir():
             shutil.rmtree(self.out)
@@ -113,22 +113,22 @@ class Outputs:
             path.unlink(missing_ok=True)
 
     def clear_work(self) -> None:
-        """Delete the unfinished preparation."""
+        """Delete any unfinished preparation."""
         if self.work.exists():
             shutil.rmtree(self.work)
 
 
 def shard_name(number: int) -> str:
-    """File name of a shard."""
+    """File name of the shard with a given number."""
     return f"{number:05}.arrow"
 
 
 class PreparationWork:
-    """Files of an unfinished preparation, open for writing.
+    """Files of an unfinished corpus preparation, open for writing.
 
     Args:
-        identity: Values that must be equal when a preparation goes on.
-        schema: Returns the schema of a shard.
+        identity: Values that must be equal for a preparation to continue.
+        schema: Returns the Arrow schema of a shard.
         shard_bytes: Size at which a shard ends; 0 for one file.
     """
 
@@ -172,25 +172,25 @@ class PreparationWork:
 
     @property
     def is_complete(self) -> bool:
-        """True if all content is written and only the final names are missing."""
+        """True if all content is written, and the files only need their final names."""
         return (self._outputs.work / _SUMMARY).exists()
 
     @property
     def is_empty(self) -> bool:
-        """True if no batch is written."""
+        """True if no batch has been written."""
         return self.position == Position()
 
     def open(self) -> None:
-        """Cut the files after the last whole batch, and open them for writing."""
+        """Truncate the files after the last complete batch, and open them for writing."""
         self._bad = self._files.enter_context(_cut(self._outputs.work / _BAD, self._num_bad_bytes))
         self._file = self._open_shard()
 
     def add_bad(self, line: Mapping[str, Any]) -> None:
-        """Record bad rows."""
+        """Record skipped bad rows."""
         self._bad.write(f"{json.dumps(line)}\n".encode())
 
     def add_batch(self, arrays: Sequence[pa.Array], position: Position) -> None:
-        """Write documents as one batch, and record the position after them."""
+        """Write documents as one record batch, and record the source position after them."""
         content, block = ipc.message(pa.record_batch(arrays, schema=self._schema(self._shard)), self._size)
         if self._shard_bytes and self._blocks and self._size + content.size > self._shard_bytes:
             self._end_shard()
@@ -219,7 +219,7 @@ class PreparationWork:
         append(self._outputs.work / _JOURNAL, json.dumps(line))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """End the last shard, write the summary, and give all results their names."""
+        """Complete the last shard, write the summary, and rename all results to their final names."""
         folder = self._outputs.work
         self._end_shard()
         self._bad.flush()
@@ -229,7 +229,7 @@ class PreparationWork:
         self.publish()
 
     def publish(self) -> None:
-        """Move the results to their final names, the data last; a repeated call completes an interrupted call."""
+        """Rename the results to their final names, the corpus last; a repeated call completes an interrupted call."""
         folder, outputs = self._outputs.work, self._outputs
         bad = folder / _BAD
         if bad.exists() and bad.stat().st_size:
@@ -264,7 +264,7 @@ class PreparationWork:
         self._num_bad_bytes = int(last["bad_bytes"])
 
     def _open_shard(self) -> BinaryIO:
-        """Open the current shard after its last whole batch, and delete later shards, which a kill left."""
+        """Open the current shard after its last complete batch, and delete later shards of a killed process."""
         folder = self._outputs.work / _SHARDS
         for path in folder.iterdir():
             if path.name > shard_name(self._shard):
@@ -287,7 +287,7 @@ class PreparationWork:
 
     @property
     def _checksums_file(self) -> Path:
-        """File of the checksums of the current shard's whole blocks."""
+        """File with the checksums of the current shard's complete blocks."""
         return (self._outputs.work / shard_name(self._shard)).with_suffix(".xxh3")
 
     def _end_shard(self) -> None:
@@ -306,7 +306,7 @@ class PreparationWork:
 
 
 def recorded_origin(outputs: Outputs) -> list[str]:
-    """Addresses of the Hub with their commits, which a finished or unfinished preparation records."""
+    """Addresses of the Hub with their commits, as recorded by a finished or unfinished preparation."""
     begun: dict[str, Any] = {}
     with suppress(OSError):
         for line in read(outputs.work / _JOURNAL)[:1]:
@@ -316,7 +316,7 @@ def recorded_origin(outputs: Outputs) -> list[str]:
 
 
 def _cut(path: Path, size: int) -> BinaryIO:
-    """Cut a file after its first bytes, and open the file for appending."""
+    """Truncate a file to a number of bytes, and open it for appending."""
     file = path.open("ab")
     present = os.fstat(file.fileno()).st_size
     if present < size:
@@ -328,7 +328,7 @@ def _cut(path: Path, size: int) -> BinaryIO:
 
 
 def refuse(what: str, written: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Refuse results of other sources or settings."""
+    """Raise a DataError if existing results are of other sources or settings."""
     names = {
         "sources": "the source files",
         "versions": "the times of the source files",
@@ -353,7 +353,7 @@ def refuse(what: str, written: Mapping[str, str], wanted: Mapping[str, str]) -> 
 
 
 def read_summary(path: Location) -> dict[str, Any]:
-    """Summary of a finished preparation; empty if there is none."""
+    """Read the summary of a finished preparation; empty if there is none."""
     try:
         return parse(content_of(path)) or {}
     except OSError:

@@ -1,1 +1,1 @@
-"""Job files: one module for each kind of cluster, all from one resolved run."""
+"""Job files of clusters, one module per kind of cluster, rendered from a resolved run."""

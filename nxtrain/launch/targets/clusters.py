@@ -1,6 +1,6 @@
-"""Cluster files: AWS ParallelCluster for Slurm, eksctl for Kubernetes.
+"""Files that create clusters: AWS ParallelCluster for Slurm, and eksctl for Kubernetes.
 
-Ids of subnets, keys and zones are the user's: the files have placeholders of the right form.
+The files have placeholders for the user's subnets, keys and zones.
 
 Sources: https://docs.aws.amazon.com/parallelcluster/latest/ug/cluster-configuration-file-v3.html,
 https://eksctl.io/usage/schema, https://docs.aws.amazon.com/eks/latest/userguide/node-efa.html.
@@ -44,17 +44,17 @@ _ADDONS = (
 )
 
 _ADDON_POLICIES = {"cloudWatch": True, "efs": True, "fsx": True}
-"""Permissions of the nodes for the add-ons that need some."""
+"""IAM permissions of the nodes for add-ons."""
 
 
 def render_parallelcluster(job: ClusterJob) -> str:
-    """Configuration of a ParallelCluster with Slurm, one queue of the run's machines, and a shared file system."""
+    """Render the configuration of a ParallelCluster: Slurm, a queue of the run's machines, and a shared file system."""
     _require_instance(job)
     compute: dict[str, object] = {
         "Name": "nodes",
         "InstanceType": job.machine.name,
         "MinCount": 0,
-        "MaxCount": job.nodes + 1,  # a spare one, for a node that dies
+        "MaxCount": job.nodes + 1,  # one spare node, for a failure
     }
     if job.machine.efa_devices:
         compute["Efa"] = {"Enabled": True}
@@ -96,7 +96,7 @@ def render_parallelcluster(job: ClusterJob) -> str:
 
 
 def render_eks(job: ClusterJob) -> dict[str, str]:
-    """Files of an EKS cluster with a managed node group of the run's machines, and of its shared storage."""
+    """Render the files of an EKS cluster with a node group of the run's machines, and of its shared storage."""
     _require_instance(job)
     permissions: dict[str, object] = {"withAddonPolicies": _ADDON_POLICIES}
     policy = iam_policy(job.config)
@@ -135,4 +135,10 @@ def render_eks(job: ClusterJob) -> dict[str, str]:
 
 def _require_instance(job: ClusterJob) -> None:
     if not job.machine.name:
-        raise ConfigError([Problem("cluster.instance", "not set, and a cluster is made of instances")])
+        raise ConfigError(
+            [
+                Problem(
+                    "cluster.instance", "not set, but a cluster needs an instance type; set it, such as trn1.32xlarge"
+                )
+            ]
+        )

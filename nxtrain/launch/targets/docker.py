@@ -1,4 +1,4 @@
-"""Dockerfile for each kind of environment: nxtrain, the packages of its devices, and tools of operators."""
+"""Dockerfile of nxtrain for each kind of device, with the device's packages and administration tools."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BASES = {
     "xla": "public.ecr.aws/docker/library/ubuntu:24.04",
     "cpu": "public.ecr.aws/docker/library/ubuntu:24.04",
 }
-"""Images: Ubuntu 22.04 has Python 3.10, 24.04 has 3.12, as docs/trainium.md asks."""
+"""Base images by kind of device; Ubuntu 22.04 has Python 3.10, and 24.04 has 3.12, see docs/trainium.md."""
 
 _EXTRAS = {"neuron": "neuron,s3", "neuron-native": "neuron-native,s3", "gpu": "cuda,s3", "xla": "xla,s3", "cpu": "s3"}
 
@@ -71,7 +71,7 @@ CMD ["nxtrain", "--help"]
 
 
 def render(lane: str) -> str:
-    """Dockerfile of a kind of environment: neuron, neuron-native, gpu, xla or cpu."""
+    """Render the Dockerfile for a kind of device: neuron, neuron-native, gpu, xla or cpu."""
     path = "/opt/nxtrain/bin:$PATH"
     devices = ""
     if lane.startswith("neuron"):

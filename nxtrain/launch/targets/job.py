@@ -1,4 +1,4 @@
-"""The resolved run that every target renders: machines, command, image, and the configuration as one file."""
+"""Resolved run from which job files of all clusters are rendered: machines, command, image and configuration."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from nxtrain.launch.neuron import check_machine
 from nxtrain.launch.targets.storage import STORAGE_GIB, check_storage
 
 CONFIG_FILE = "run.toml"
-"""Name of the configuration in containers: the values that the file and the overrides give."""
+"""Name of the configuration file in containers, which has the values of the file and of the overrides."""
 
 MAX_NAME = 40
-"""Most characters of a run's name, so that names of its pods stay below the 63 of a DNS label."""
+"""Most characters of a run's name, so that names of its pods fit the 63 characters of a DNS label."""
 
 SHARED = "/fsx"
-"""Folder of the shared file system in containers; relative paths of a configuration begin there."""
+"""Mount point of the shared file system in containers, to which relative paths of a configuration refer."""
 
 
 _LABEL = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
 
-_NO_CLAIM = "--claim is empty, and the pods of a run need the volume of a shared file system"
+_NO_CLAIM = "--claim is empty, but the pods of a run need the volume of a shared file system"
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class LaunchOptions:
     """Options of a launch that are not in the configuration.
 
     Args:
-        nproc: Ranks per machine; None: all cores of the instance, else as the degrees ask.
-        image: Container image; empty: `nxtrain-LANE`, as the rendered Dockerfile makes it, and under Slurm none.
-        claim: Kubernetes' claim of the shared file system.
-        min_nodes: Fewest machines that the run may shrink to; 0: it needs all of them.
-        mounts: Folders that Slurm's containers get, as Pyxis writes them: `SRC:DST[,SRC:DST...]`.
-        storage_gib: Size of the shared file system that a cluster gets.
+        nproc: Ranks per machine; None for all devices of the instance, or the number that the degrees require.
+        image: Container image; empty for `nxtrain-LANE` of the rendered Dockerfile, and for no container under Slurm.
+        claim: Kubernetes volume claim of the shared file system.
+        min_nodes: Smallest number of machines to which the run may shrink; 0 for all machines.
+        mounts: Mounted folders of Slurm's containers, in Pyxis' format: `SRC:DST[,SRC:DST...]`.
+        storage_gib: Size of a new cluster's shared file system in GiB.
     """
 
     nproc: int | None = None
@@ -62,10 +62,16 @@ class LaunchOptions:
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """Resolved run, its machines and its launch options.
+    """Resolved run with its machines and its launch options.
 
     Args:
-        lane: Kind of environment that an image needs: neuron, neuron-native, gpu, xla or cpu.
+        path: Configuration file.
+        overrides: Values that win over the file's.
+        loaded: Loaded configuration.
+        machine: Instance type of the machines.
+        nproc: Ranks per machine.
+        lane: Kind of device that the image supports: neuron, neuron-native, gpu, xla or cpu.
+        options: Launch options.
     """
 
     path: Path
@@ -78,34 +84,34 @@ class ClusterJob:
 
     @property
     def config(self) -> RunConfig:
-        """The configuration."""
+        """Configuration of the run."""
         return self.loaded.config
 
     @property
     def nodes(self) -> int:
-        """Number of machines."""
+        """Number of machines of the run."""
         return self.config.cluster.nodes
 
     @property
     def image(self) -> str:
-        """Container image."""
+        """Name of the container image."""
         return self.options.image or f"nxtrain-{self.lane}"
 
     @property
     def min_nodes(self) -> int:
-        """Fewest machines that the run may shrink to; equal to `nodes` if it may not."""
+        """Smallest number of machines to which the run may shrink; equal to `nodes` if it may not shrink."""
         return self.options.min_nodes or self.nodes
 
     @property
     def is_elastic(self) -> bool:
-        """True if the run may go on with fewer machines."""
+        """True if the run may continue with fewer machines."""
         return self.min_nodes < self.nodes
 
     @property
     def name(self) -> str:
-        """Name of the run as a DNS label: Kubernetes, SageMaker and Slurm accept no other.
+        """Name of the run as a DNS label, which Kubernetes, SageMaker and Slurm require.
 
-        A name of which the label lacks letters gets a suffix, so that no run takes over the files of another.
+        If the label loses letters of the name, it gets a hash as suffix, so runs with similar names do not collide.
         """
         name = self.config.run.name
         label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
@@ -118,14 +124,14 @@ class ClusterJob:
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """Commands of nxtrain in order: graphs for Trainium are compiled before they are needed."""
+        """Subcommands of nxtrain to run in order; on Trainium, `compile` precedes `launch`."""
         if self.lane == "neuron":
             return "compile", "launch"
         return ("launch",)
 
     @property
     def config_text(self) -> str:
-        """Configuration as one file, without values that are defaults."""
+        """Content of the configuration file, without default values."""
         given = [
             nest(key, value) for key, value in values(self.config).items() if self.loaded.origins[key] != "default"
         ]
@@ -133,7 +139,12 @@ class ClusterJob:
         return dump_table(reduce(merge, given, empty))
 
     def arguments(self, config_file: str, first_node: str) -> tuple[str, ...]:
-        """Arguments of `nxtrain compile` and `nxtrain launch` in a container, where `CONFIG_FILE` is `config_file`."""
+        """Arguments of `nxtrain compile` and `nxtrain launch` in a container.
+
+        Args:
+            config_file: Path of `CONFIG_FILE` in the container.
+            first_node: Name of the node with the rendezvous.
+        """
         arguments = [config_file, f"--nproc={self.nproc}"]
         if self.nodes > 1:
             arguments.append(f"--first-node={first_node}:{PORT}")
@@ -143,10 +154,10 @@ class ClusterJob:
 
 
 def resolve_job(path: Path, overrides: Sequence[str], options: LaunchOptions) -> ClusterJob:
-    """Resolve a run for rendering.
+    """Resolve a run for the rendering of job files.
 
     Raises:
-        ConfigError: The configuration, the instance or the number of ranks is impossible; all problems together.
+        ConfigError: The configuration, the instance or the number of ranks is invalid; the error has all problems.
     """
     loaded = load(path, overrides)
     config = loaded.config
@@ -192,7 +203,7 @@ def resolve_job(path: Path, overrides: Sequence[str], options: LaunchOptions) ->
 
 
 def _lane(config: RunConfig, machine: Machine) -> tuple[str, str]:
-    """Kind of environment, and Kubernetes' resource for it: by the backend, or with `auto` by the instance."""
+    """Return the kind of device, and its Kubernetes resource, of the backend; with `auto`, of the instance."""
     name, no_gpu = config.backend.name, {"neuron": NEURON, "neuron-native": NEURON, "xla": "", "cpu": ""}
     if name == "auto":
         return {NEURON: "neuron", GPU: "gpu"}.get(machine.resource, "cpu"), machine.resource
@@ -217,18 +228,18 @@ def _check_instance(config: RunConfig, machine: Machine, lane: str, wanted: str)
     if machine.resource != wanted:
         yield _misfit(instance, lane, wanted)
     elif instance and instance not in INSTANCE_TYPES and config.backend.name == "auto":
-        reason = f"{quoted(instance)} is no instance that nxtrain knows, and backend.name=auto goes by its devices"
-        hint = f"{nearest(instance, list(INSTANCE_TYPES))}; of another machine, name the backend"
+        reason = f"{quoted(instance)} is no instance that nxtrain knows, but backend.name=auto depends on its devices"
+        hint = f"{nearest(instance, list(INSTANCE_TYPES))}; for another machine, set backend.name"
         yield Problem("cluster.instance", reason, hint=hint)
     elif instance and not re.fullmatch(_LABEL, instance):
-        reason = f"{quoted(instance)} is no label of machines: up to 63 of A-Z, a-z, 0-9, '.', '_' and '-'"
+        reason = f"{quoted(instance)} is not a label: up to 63 of A-Z, a-z, 0-9, '.', '_' and '-'"
         yield Problem("cluster.instance", reason, hint="use the name of the type, such as m5.xlarge")
 
 
 def _misfit(instance: str, lane: str, wanted: str) -> Problem:
     fitting = [name for name, machine in INSTANCE_TYPES.items() if machine.resource == wanted]
     if not instance:
-        reason = "not set, and the machines of the cluster are not this one"
+        reason = "not set, but the cluster's machines differ from this machine"
         return Problem("cluster.instance", reason, hint=f"set it to one of {', '.join(fitting)}")
     if instance in INSTANCE_TYPES:
         reason = f"{instance} has no devices for backend.name={lane}"

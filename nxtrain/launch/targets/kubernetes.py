@@ -1,7 +1,7 @@
-"""Manifests for Kubernetes: PyTorchJob, MPIJob and JobSet, each with the configuration as a ConfigMap.
+"""Kubernetes manifests of a run: PyTorchJob, MPIJob and JobSet, each with the configuration as a ConfigMap.
 
-A pod takes a whole machine. One process per pod, `nxtrain launch`, starts the ranks; the pods find each other by the
-name of the first one.
+A pod uses a whole machine. `nxtrain launch` in each pod starts the ranks, and the pods connect by the name of the first
+pod.
 
 Sources: https://github.com/kubeflow/training-operator (v1.9), https://github.com/kubeflow/mpi-operator (v0.8),
 https://github.com/kubernetes-sigs/jobset (v0.9), https://docs.aws.amazon.com/eks/latest/userguide/node-efa.html,
@@ -23,19 +23,19 @@ from nxtrain.launch.targets.yaml_text import dump_yaml
 Manifest = dict[str, Any]
 
 EFA = "vpc.amazonaws.com/efa"
-"""Kubernetes' resource of an EFA device, from the EFA device plugin."""
+"""Kubernetes resource name of an EFA device, from the EFA device plugin."""
 
 FOLDER = "/etc/nxtrain"
-"""Folder of the ConfigMap in containers."""
+"""Mount point of the ConfigMap in containers."""
 
 _CONTAINER = "pytorch"
-"""Name that the training operator requires of the container."""
+"""Name of the container, which the training operator requires."""
 
 RESTARTS = 100
-"""Restarts of pods or of the whole job, if recovery.max_restarts asks for none."""
+"""Restarts of pods or of the whole job, if recovery.max_restarts is 0."""
 
 CACHE = "/var/tmp/neuron-compile-cache"
-"""Folder of compiled graphs on the node's own disk, for a compile.cache_dir that would be on the shared file system."""
+"""Folder of compiled graphs on the node's disk, used if compile.cache_dir would be on the shared file system."""
 
 _ENTRY = """\
 for step in {steps}; do
@@ -61,7 +61,7 @@ and the claim of a file system that all nodes share.
 
 
 def render(job: ClusterJob) -> dict[str, str]:
-    """Manifests of a run for each operator, by file name."""
+    """Render the manifests of a run for each operator, by file name."""
     return {
         "pytorchjob.yaml": _text("Kubeflow training operator", "pytorchjob.yaml", job, pytorch_job(job)),
         "mpijob.yaml": _text("MPI operator", "mpijob.yaml", job, mpi_job(job)),
@@ -70,7 +70,7 @@ def render(job: ClusterJob) -> dict[str, str]:
 
 
 def render_hyperpod(job: ClusterJob) -> dict[str, str]:
-    """Manifest for HyperPod on EKS, which replaces a broken node and starts the pods again."""
+    """Render the manifest for HyperPod on EKS, which replaces a broken node and restarts the pods."""
     manifest = pytorch_job(job)
     manifest["metadata"]["annotations"] = {
         "sagemaker.amazonaws.com/enable-job-auto-resume": "true",
@@ -87,7 +87,7 @@ def render_hyperpod(job: ClusterJob) -> dict[str, str]:
 
 
 def pytorch_job(job: ClusterJob) -> Manifest:
-    """PyTorchJob with one worker per machine."""
+    """Build a PyTorchJob manifest with one worker per machine."""
     spec: Manifest = {"runPolicy": {"cleanPodPolicy": "None", "backoffLimit": _restarts(job)}}
     if job.is_elastic:
         spec["elasticPolicy"] = {
@@ -102,7 +102,7 @@ def pytorch_job(job: ClusterJob) -> Manifest:
 
 
 def mpi_job(job: ClusterJob) -> Manifest:
-    """MPIJob whose launcher starts one agent per machine with mpirun; the agents start the ranks."""
+    """Build an MPIJob manifest, whose launcher starts one agent per machine by mpirun."""
     start = f"mpirun --allow-run-as-root -np {job.nodes} --map-by ppr:1:node --bind-to none "
     worker = _pod(job, f"{job.name}-worker-0.{job.name}", "Never")
     container = worker["containers"][0]
@@ -134,7 +134,7 @@ def mpi_job(job: ClusterJob) -> Manifest:
 
 
 def job_set(job: ClusterJob) -> Manifest:
-    """JobSet of one indexed Job, whose failure policy ends at final errors and does not count preemptions."""
+    """Build a JobSet manifest of one indexed Job; final errors end the job, and preemptions are no restarts."""
 
     def rule(action: str, codes: list[int]) -> Manifest:
         return {"action": action, "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": codes}}
@@ -160,7 +160,7 @@ def job_set(job: ClusterJob) -> Manifest:
 
 
 def literal(text: str) -> str:
-    """Text that Kubernetes hands on unchanged in commands and arguments, where `$(NAME)` is replaced, and `$$` is `$`.
+    """Escape text for commands and arguments of a manifest, in which Kubernetes replaces `$(NAME)` and `$$`.
 
     Source: https://kubernetes.io/docs/tasks/inject-data-application/define-interdependent-environment-variables.
     """

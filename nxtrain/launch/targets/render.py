@@ -1,4 +1,4 @@
-"""`nxtrain launch --target NAME`: files of a run for a cluster, written, shown or, under Slurm, submitted."""
+"""Rendering of a run's job files for `nxtrain launch --target NAME`: write, print, or submit them to Slurm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nxtrain.launch.targets import clusters, docker, kubernetes, sagemaker, slur
 from nxtrain.launch.targets.job import CONFIG_FILE, ClusterJob, LaunchOptions, resolve_job
 
 SCRIPT = "train.sbatch"
-"""Name of Slurm's job script."""
+"""Name of the Slurm job script."""
 
 
 RENDERERS: Mapping[str, Callable[[ClusterJob], dict[str, str]]] = {
@@ -29,27 +29,32 @@ RENDERERS: Mapping[str, Callable[[ClusterJob], dict[str, str]]] = {
     "parallelcluster": lambda job: {"parallelcluster.yaml": clusters.render_parallelcluster(job)},
     "eks": clusters.render_eks,
 }
-"""Files of each target, by name."""
+"""Functions that render the job files of each target, as texts by file name."""
 
 
 NAMES = (
     *(SCRIPT, "pytorchjob.yaml", "mpijob.yaml", "jobset.yaml", "sagemaker_job.py", CONFIG_FILE),
     *("parallelcluster.yaml", "eks.yaml", "fsx-static.yaml", "fsx-dynamic.yaml", "efs.yaml", "Dockerfile"),
 )
-"""Names of all files of `RENDERERS`."""
+"""Names of all job files that `RENDERERS` can write."""
 
 
 def launch_on(
     target: str, path: Path, overrides: Sequence[str], options: LaunchOptions, *, out: Path | None, dry_run: bool
 ) -> None:
-    """Write or show the files of a run; with neither, submit the script of Slurm.
+    """Write or print the job files of a run on a cluster; with neither, submit the Slurm script.
 
     Args:
-        out: Folder for the files; None: they are not written.
+        target: Key of `RENDERERS`.
+        path: Configuration file.
+        overrides: Values that win over the file's.
+        options: Launch options.
+        out: Folder for the files; None to write no files.
+        dry_run: Print the files only.
 
     Raises:
-        ConfigError: The run is impossible there, or the target has no command that submits it.
-        BackendError: Slurm is absent, or refuses the job.
+        ConfigError: The run is invalid for the target, or the target has no command for submission.
+        BackendError: Slurm is missing, or refuses the job.
     """
     files = RENDERERS[target](resolve_job(path, overrides, options))
     if dry_run:
@@ -68,11 +73,13 @@ def launch_on(
     elif target == "slurm":
         _submit(files[SCRIPT])
     else:
-        raise ConfigError(f"--target {target} starts nothing itself: use --out DIR to write its files, or --dry-run")
+        raise ConfigError(
+            f"--target {target} cannot submit a job: use --out DIR to write its files, or --dry-run to print them"
+        )
 
 
 def shown(files: Mapping[str, str]) -> str:
-    """All files in one text, each under a line with its name."""
+    """Concatenate files to one text, each below a line with its name."""
     return "\n".join(f"# ===== {name}\n{text}" for name, text in files.items())
 
 

@@ -11,7 +11,7 @@ from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.launch.targets.job import CONFIG_FILE, ClusterJob
 
 FOLDER = "/opt/ml/input/data/config"
-"""Folder of the input channel `config` in containers."""
+"""Folder of the SageMaker input channel `config` in containers."""
 
 _SCRIPT = '''\
 """Starts a SageMaker training job of nxtrain; written by nxtrain launch.
@@ -52,10 +52,10 @@ print(estimator.latest_training_job.name)
 
 
 def render(job: ClusterJob) -> dict[str, str]:
-    """Script and configuration of a run, by file name.
+    """Render the Python script that starts a SageMaker job, and the run's configuration, by file name.
 
     Raises:
-        ConfigError: Machines without a shared file system need a mirror of their checkpoints.
+        ConfigError: The run has several machines, which share no file system, but no mirror of its checkpoints.
     """
     if job.nodes > 1 and not job.config.checkpoint.mirror:
         reason = "not set, but the machines of a SageMaker job share no file system"

@@ -1,4 +1,4 @@
-"""Job script for Slurm: compile, run, save before the time limit, queue again, resume.
+"""Slurm job script, which compiles graphs, trains, saves before the time limit, requeues itself and resumes.
 
 Source of the directives: https://slurm.schedmd.com/sbatch.html. HyperPod's `srun --auto-resume=1`:
 https://docs.aws.amazon.com/sagemaker/latest/dg/sagemaker-hyperpod-resiliency-slurm-auto-resume.html. Containers of
@@ -37,19 +37,20 @@ exit $code
 """
 
 GENERIC = "sbatch --nodes=16 scripts/train.sbatch CONFIG [key=value ...]"
-"""Usage of the script for any run."""
+"""Usage of the generic script, which takes any configuration."""
 
 
 def render_generic() -> str:
-    """Script for any run, which takes the configuration and the overrides from the command line of `sbatch`."""
+    """Render the generic Slurm script, which takes configuration and overrides from the command line of `sbatch`."""
     return _script("", GENERIC, "", "${NXTRAIN_STEPS:-launch}", "--wait=60")
 
 
 def render(job: ClusterJob, *, auto_resume: bool = False) -> str:
-    """Script for one run.
+    """Render the Slurm script of one run.
 
     Args:
-        auto_resume: Let HyperPod replace a broken node, and start the step again.
+        job: Resolved run.
+        auto_resume: Let HyperPod replace a broken node, and restart the job step.
     """
     nodes = f"{job.nodes}"
     if job.is_elastic:
@@ -65,10 +66,11 @@ def render(job: ClusterJob, *, auto_resume: bool = False) -> str:
 
 
 def container_options(image: str, mounts: str) -> str:
-    """Options of srun, as shell text, that run the tasks in a container with the working directory of the job.
+    """Options of srun, as shell text, that run tasks in a container with the job's working directory.
 
     Args:
-        mounts: Further mounts, `SRC:DST[,SRC:DST...]`; empty: none.
+        image: Container image.
+        mounts: More mounts, `SRC:DST[,SRC:DST...]`; empty for none.
     """
     more = ""
     if mounts:
@@ -78,10 +80,11 @@ def container_options(image: str, mounts: str) -> str:
 
 
 def enroot_uri(image: str) -> str:
-    """Image as Enroot writes it, with `#` after the registry; other programs write `/` there.
+    """Convert the name of an image to Enroot's format, which has `#` instead of `/` after the registry.
 
-    Source: https://github.com/NVIDIA/enroot/blob/master/doc/cmd/import.md. As for Docker, the first part of a name is a
-    registry if it has a dot or a port.
+    As in Docker, the first part of a name is a registry if it has a dot or a port.
+
+    Source: https://github.com/NVIDIA/enroot/blob/master/doc/cmd/import.md.
     """
     registry, slash, rest = image.partition("/")
     is_registry = re.fullmatch(r"localhost|[\w-]+(\.[\w-]+)+(:\d+)?|[\w-]+:\d+", registry) is not None

@@ -1,4 +1,4 @@
-"""Storage of a cluster: the buckets that a run reads and writes, their permissions, and volumes of Kubernetes.
+"""Storage of a cluster: permissions for a run's S3 buckets, and Kubernetes volumes.
 
 Sources: https://github.com/kubernetes-sigs/aws-fsx-csi-driver and https://github.com/kubernetes-sigs/aws-efs-csi-driver
 (examples), https://docs.aws.amazon.com/fsx/latest/LustreGuide/managing-storage-capacity.html (sizes),
@@ -21,13 +21,13 @@ Manifest = dict[str, Any]
 
 DEPLOYMENT = "PERSISTENT_2"
 THROUGHPUT_MB_S = 250
-"""Throughput of FSx for Lustre in MB/s for each TiB."""
+"""Throughput of FSx for Lustre in MB/s per TiB."""
 
 STORAGE_GIB = 4800
-"""Size of the shared file system, unless `--storage` asks for another."""
+"""Default size of the shared file system in GiB, without `--storage`."""
 
 SMALLEST_GIB, STEP_GIB = 1200, 2400
-"""Sizes that FSx for Lustre offers for `DEPLOYMENT`: the smallest one, and multiples of a step."""
+"""Sizes in GiB that FSx for Lustre offers for `DEPLOYMENT`: the smallest size, or a multiple of the step."""
 
 _BUCKET = r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]"
 _FILE_SYSTEM = "fs-00000000000000000"
@@ -59,11 +59,12 @@ Written by nxtrain launch --target eks. Replace fileSystemId by that of your fil
 
 @dataclass(frozen=True)
 class Location:
-    """Objects of a bucket that a run uses.
+    """Objects in an S3 bucket that a run uses.
 
     Args:
-        key: Key of an object, or of a folder; empty: the whole bucket.
-        is_written: The run writes and deletes there, too.
+        bucket: Name of the bucket.
+        key: Key of an object or of a folder; empty for the whole bucket.
+        is_written: The run also writes and deletes objects.
     """
 
     bucket: str
@@ -72,7 +73,7 @@ class Location:
 
 
 def check_storage(size_gib: int) -> list[Problem]:
-    """Problem of a size that FSx for Lustre does not offer; none if it does."""
+    """Return a problem if FSx for Lustre does not offer a size; empty if it does."""
     if size_gib == SMALLEST_GIB or size_gib % STEP_GIB == 0:
         return []
     larger = (size_gib // STEP_GIB + 1) * STEP_GIB
@@ -81,7 +82,11 @@ def check_storage(size_gib: int) -> list[Problem]:
 
 
 def locations(config: RunConfig) -> list[Location]:
-    """Objects in S3 that a run reads or writes."""
+    """List the S3 objects and folders that a run reads or writes.
+
+    Raises:
+        ConfigError: A configured address has no valid bucket name.
+    """
     read = {
         "data.path": [config.data.path],
         "data.mixture": list(config.data.mixture),
@@ -105,7 +110,7 @@ def locations(config: RunConfig) -> list[Location]:
 
 
 def parallelcluster_access(config: RunConfig) -> list[Manifest]:
-    """Entries of ParallelCluster's `S3Access`, one for each bucket: its keys would not permit to list the bucket."""
+    """Entries of ParallelCluster's `S3Access`, one per bucket, since access to keys does not allow listing."""
     written: dict[str, bool] = {}
     for location in locations(config):
         written[location.bucket] = written.get(location.bucket, False) or location.is_written
@@ -113,7 +118,7 @@ def parallelcluster_access(config: RunConfig) -> list[Manifest]:
 
 
 def iam_policy(config: RunConfig) -> Manifest:
-    """IAM policy of nodes for the objects that a run uses; empty if it uses none."""
+    """IAM policy of nodes for the S3 objects that a run uses; empty if the run uses no objects."""
     used = locations(config)
     if not used:
         return {}
@@ -133,7 +138,7 @@ def iam_policy(config: RunConfig) -> Manifest:
 
 
 def volumes(claim: str, size_gib: int, subnet: str) -> dict[str, str]:
-    """Files of the volume claim for three kinds of storage, of which a cluster needs one."""
+    """Render the files of the volume claim for three kinds of storage; a cluster needs one of them."""
     size = f"{size_gib}Gi"
     access_points = {"provisioningMode": "efs-ap", "fileSystemId": _FILE_SYSTEM, "directoryPerms": "700"}
     efs = _storage_class("nxtrain-efs", "efs.csi.aws.com", access_points)
@@ -171,7 +176,7 @@ def _fsx_volume(size: str) -> Manifest:
 
 
 def _storage_class(name: str, provisioner: str, parameters: Manifest) -> Manifest:
-    """Storage class of Kubernetes whose volumes outlive their claims, since the volumes hold checkpoints."""
+    """Kubernetes storage class whose volumes are kept when their claim is deleted, since they contain checkpoints."""
     return {
         "apiVersion": "storage.k8s.io/v1",
         "kind": "StorageClass",
@@ -198,7 +203,7 @@ def _statement(actions: Sequence[str], resources: Sequence[str]) -> Manifest:
 
 
 def _arns(location: Location) -> list[str]:
-    """Names of an object, and of all objects in a folder of this name; characters of a pattern stand for themselves."""
+    """ARNs of an object and of all objects in a folder of that name, with wildcard characters escaped."""
     bucket = f"arn:aws:s3:::{location.bucket}"
     key = re.sub(r"[*?$]", lambda match: f"${{{match[0]}}}", location.key)
     if not key:

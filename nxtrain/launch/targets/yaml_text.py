@@ -1,7 +1,7 @@
-"""YAML that every parser reads alike: a string that some parser could take for anything else is quoted.
+"""YAML writer whose output all parsers read alike: a string that any parser could read as another type is quoted.
 
-PyYAML follows YAML 1.1. The parsers of Kubernetes and of eksctl, written in Go, also know numbers of YAML 1.2, such as
-`1e3` and `0o7`, and the booleans `y` and `n`.
+PyYAML follows YAML 1.1. The Go parsers of Kubernetes and eksctl also accept numbers of YAML 1.2, such as `1e3` and
+`0o7`, and the booleans `y` and `n`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9._/-]+")
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Dumper without aliases, which few readers know."""
+    """YAML dumper without anchors and aliases, which few people know."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -37,7 +37,7 @@ _Dumper.add_representer(str, _string)
 
 
 def dump_yaml(documents: Sequence[Any], comment: str = "") -> str:
-    """Write documents as YAML in ASCII."""
+    """Format documents as ASCII YAML text, after a comment."""
     head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
     options: dict[str, Any] = {"sort_keys": False, "width": 4096, "allow_unicode": False}
     text: str = yaml.dump_all(documents, Dumper=_Dumper, **options)

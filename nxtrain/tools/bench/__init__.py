@@ -1,1 +1,1 @@
-"""Benchmarks of speed and memory, with peers in the same run."""
+"""Benchmarks of speed and memory; most also measure other implementations for comparison."""

@@ -1,7 +1,8 @@
-"""Cost of attention inside of documents by the length of a row: block by block, by a mask of all scores, by document.
+"""CPU benchmark of attention within packed documents: time and memory as functions of the sequence length.
 
-A side computes one row forward and backward. The measures are the CPU time of this process, and the most bytes of
-tensors alive at once. A measure that grows as a power of the length has that power as its exponent.
+Three implementations are compared: blocked attention, one mask over all scores, and one call per document. Each
+measurement is one forward and backward pass over one sequence. The figures are the CPU time of this process, and the
+peak of bytes in live tensors. A figure that grows as a power of the length is summarized by that exponent.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ HEADS = 2
 KV_HEADS = 1
 HEAD_SIZE = 64
 DOCUMENT = 1000
-"""Tokens of a document."""
+"""Tokens of a document in the benchmark's sequences."""
 
 SHORTEST = 1024
 LONGEST_MASK = 16384
-"""Tokens of the longest row that is computed with a mask: four times the memory of half as many."""
+"""Longest sequence, in tokens, for which the masked implementation runs; its memory grows with the square."""
 
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
-    """`Kernels.document_attention` by torch's attention with a mask of all pairs of positions."""
+    """Compute `Kernels.document_attention` by torch's attention with a mask over all pairs of positions."""
     repeats, length = q.shape[2] // k.shape[2], q.shape[0]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
     k, v = (repeat_heads(x, repeats) for x in (k, v))
@@ -50,15 +51,19 @@ SIDES: dict[str, Attention] = {
     "mask": masked_attention,
     "per-document": CpuKernels().document_attention,
 }
-"""Attention of devices whose ranges the host does not read; with a mask; and of the CPU."""
+"""Attention implementations by name.
+
+`blocked` is for devices whose document boundaries the host does not read. `mask` masks all scores. `per-document` is
+the CPU kernel.
+"""
 
 
 def bench_attention(*, longest: int, rounds: int, threads: int, as_json: bool) -> None:
-    """Measure time and memory of each side over lengths that double, and print the exponents.
+    """Measure time and memory of each attention implementation over doubling sequence lengths, and print the exponents.
 
     Args:
-        longest: Most tokens of a row; at least `2 * SHORTEST`.
-        rounds: Times that each side runs at each length, in turns.
+        longest: Longest sequence in tokens; at least `2 * SHORTEST`.
+        rounds: Measurements of each implementation at each length. Implementations alternate.
         threads: Number of CPU threads; 0: all cores.
     """
     if threads:
@@ -83,10 +88,12 @@ def bench_attention(*, longest: int, rounds: int, threads: int, as_json: bool) -
 
 
 def exponents(points: Sequence[tuple[int, float, int]]) -> dict[str, float]:
-    """Exponents of time and memory by least squares of the logarithms, over the longer half of the lengths.
+    """Exponents of time and memory as powers of the sequence length.
+
+    They are fitted by least squares on the logarithms, over the longer half of the lengths.
 
     Args:
-        points: Length, seconds and bytes.
+        points: Length in tokens, seconds and peak bytes of each measurement.
     """
     longer = points[len(points) // 2 - 1 :]
     lengths = [math.log(length) for length, _, _ in longer]

@@ -1,7 +1,7 @@
-"""Time of one training step by kind of work, from torch's profiler; the kinds add up to the step.
+"""Breakdown of one training step's time into kinds of operations, from torch's profiler.
 
-Each operation counts with its own time, without that of the operations inside it. Time in which no operation of torch
-runs is a kind too, so that nothing is hidden.
+The times of all kinds add up to the step's time. Each operation counts with its own time, without the time of nested
+operations. Time in which no torch operation runs is a kind of its own, so that no time is hidden.
 """
 
 from __future__ import annotations
@@ -42,14 +42,17 @@ KINDS = {
 STEP = "nxtrain.step"  # mark of the whole step in the profile
 UPDATE = "nxtrain.optimizer"  # mark of the update
 WAIT = "nxtrain.wait"  # mark of waits for other ranks
-EXCHANGE = "nxtrain.exchange"  # mark of starts of exchanges with other ranks
+EXCHANGE = "nxtrain.exchange"  # mark of the start of communication with other ranks
 PROFILES = 3  # profiles of a step, of which one counts
 
 _COMMUNICATION = re.compile(r"^(nxtrain\.exchange|c10d::|gloo:|nccl:|_c10d_functional::|record_param_comms)")
 _ATTENTION = re.compile(r"attention|flash", re.IGNORECASE)
 _LOSS = re.compile(r"CrossEntropy|cross_entropy|log_softmax|LogSoftmax|nll_loss|NllLoss")
 _BATCHED = re.compile(r"^aten::(bmm|baddbmm|_softmax.*|softmax)$")
-"""Operations that only the attention of a Llama has; in a compiled block no function's name surrounds them."""
+"""Names of operations that only the attention of a Llama uses.
+
+In a compiled block no function name surrounds these operations, so their own names must identify them.
+"""
 _MATMUL = re.compile(r"::(addmm|mm|mv|addmv|linear|matmul|dot|_scaled_mm)_?(backward)?$|mkl|gemm", re.IGNORECASE)
 _COPIES = re.compile(r"^aten::(_?to_copy|copy_|clone|contiguous|cat|stack|fill_|zero_|index_select|embedding)$")
 _VIEWS = re.compile(
@@ -58,19 +61,19 @@ _VIEWS = re.compile(
     r"item|_local_scalar_dense|zeros|ones|full|scalar_tensor|zeros_like|ones_like|empty_like|new_.*|is_nonzero|"
     r"set_|requires_grad_|numpy_T|mT|movedim|view_as|expand_as|_has_compatible_shallow_copy_type)$"
 )
-_LOOPS = re.compile(r"CompiledFxGraph|^CompiledFunction|^graph_\d+_|cpp_fused|triton_")  # loops of compilers
+_LOOPS = re.compile(r"CompiledFxGraph|^CompiledFunction|^graph_\d+_|cpp_fused|triton_")  # operations of compiled graphs
 
 
 @dataclass(frozen=True)
 class Event:
-    """Operation in a profile."""
+    """One operation in a profile."""
 
     chain: tuple[str, ...]  # name of the operation, then the names of those around it, outwards
     self_s: float  # seconds of the operation, without the operations inside it
 
 
 def kind_of(chain: Sequence[str]) -> str:
-    """Kind of an operation, by its name and by the operations that contain it."""
+    """Kind of an operation (one of `KINDS`), from its name and the names of the operations around it."""
     name = chain[0]
     if name == STEP:
         return OUTSIDE
@@ -96,18 +99,22 @@ def kind_of(chain: Sequence[str]) -> str:
 
 
 def break_down(step: Callable[[], object], *, on_device: bool = False) -> dict[str, Any]:
-    """Profile one step; `on_device` counts the device's time of each operation.
+    """Profile one training step and return its time by kind of operation.
+
+    Args:
+        on_device: Count the device's time of each operation, in place of the CPU's.
 
     Returns:
-        `step_s`, by a clock around the step; `kinds`, each with its seconds, operations and share of the sum.
+        `step_s`: seconds of the step by the wall clock. `sum_s`: sum over the kinds. `kinds`: seconds, number of
+        operations and share of the sum for each kind.
     """
     activities = [ProfilerActivity.CPU]
     if on_device:
         activities = [*torch.profiler.supported_activities()]
     with profile(activities=activities):
         step()  # the first profile of a process sets up buffers
-    # A process that loses its core between clock and mark has time that belongs to no kind: the profile in which both
-    # agree best counts. Their number is fixed, since all ranks take the same steps.
+    # A process that loses its core between the clock and the mark has time that belongs to no kind. So the profile
+    # counts whose sum is closest to the clock. The number of profiles is fixed, since all ranks take the same steps.
     profiles = [_profiled(step, activities, on_device=on_device) for _ in range(PROFILES)]
     step_s, kinds = min(profiles, key=_gap_s)
     if on_device:
@@ -124,7 +131,7 @@ def break_down(step: Callable[[], object], *, on_device: bool = False) -> dict[s
 def _profiled(
     step: Callable[[], object], activities: Sequence[ProfilerActivity], *, on_device: bool
 ) -> tuple[float, dict[str, dict[str, float]]]:
-    """Seconds of a step by the clock, and seconds and operations of its kinds by the profiler."""
+    """Wall-clock seconds of one step, and the profiler's seconds and operation count of each kind."""
     with profile(activities=activities, acc_events=True) as profiled:
         began = time.perf_counter()
         with record_function(STEP):
@@ -137,7 +144,7 @@ def _profiled(
 
 
 def _gap_s(profiled: tuple[float, dict[str, dict[str, float]]]) -> float:
-    """Difference between the clock's time of a step and the sum of its kinds."""
+    """Absolute difference in seconds between a step's wall-clock time and the sum over its kinds."""
     step_s, kinds = profiled
     return abs(sum(kind["s"] for kind in kinds.values()) - step_s)
 

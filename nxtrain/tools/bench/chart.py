@@ -1,4 +1,4 @@
-"""Bar chart of ratios as an SVG file."""
+"""Bar chart of speed ratios as an SVG file."""
 
 from __future__ import annotations
 
@@ -19,19 +19,23 @@ HEAD = 64
 
 
 def check_chart(file: Path | None) -> None:
-    """Refuse a chart that cannot be written, by a ConfigError."""
+    """Raise a ConfigError if the chart's file is no SVG file or its folder does not exist."""
     if file is None:
         return
     if file.suffix.lower() != ".svg":
         raise ConfigError([Problem("--chart", f"{file.name} is no SVG file, the only format", hint="use FILE.svg")])
     if not file.parent.is_dir():
-        raise ConfigError([Problem("--chart", f"there is no folder {file.parent}", hint="make it first")])
+        raise ConfigError([Problem("--chart", f"there is no folder {file.parent}", hint="create the folder first")])
 
 
 def write_chart(
     file: Path, bars: Mapping[str, Sequence[float]], title: str, machine: Mapping[str, Any], details: str = ""
 ) -> None:
-    """Write a bar chart: a bar for the median of each side's rounds, with its range, and a dashed line at 1."""
+    """Write a bar chart of speed ratios.
+
+    Each bar is the median over rounds of one ratio. A line in the bar spans the range over rounds. A dashed line marks
+    1.
+    """
     longest = max((max(rounds) for rounds in bars.values()), default=1.0)
     scale = WIDTH / max(1.0, longest)
     height = HEAD + len(bars) * (BAR + GAP) + GAP

@@ -1,7 +1,7 @@
-"""Speed of checkpoints, compared with the raw disk, `torch.save` and plain `torch.distributed.checkpoint`.
+"""Benchmark of checkpoint speed, compared with the raw disk, `torch.save` and `torch.distributed.checkpoint`.
 
-The disk is measured with one buffer, written and read past the page cache in blocks. Results are medians over
-rounds. Ratios are medians of the ratios inside each round, since other programs use the disk too.
+The disk's speed is measured by writing and reading one buffer in blocks, without the page cache. Results are medians
+over rounds. Ratios are medians of the ratios inside each round, since other programs use the disk too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from nxtrain.tools.bench import harness
 ALONE = StorageScope(Ranks(Mesh(1, 0)))
 
 KINDS = ("model", "exp_avg", "exp_avg_sq")
-ROWS = 1024  # rows and columns of each tensor in float32, which has 4 MiB
+ROWS = 1024  # rows and columns of each float32 tensor, which has 4 MiB
 MATRICES_MIB = 4 * len(KINDS)  # MiB of one tensor of each kind
 
 DISK_WRITE = "disk, write"
@@ -53,14 +53,18 @@ FLOORS = {
     **dict.fromkeys((READ_BACK, LOAD, TORCH_LOAD, DCP_LOAD), DISK_READ),
     STALL: COPY,
 }
-"""Reference measurement for each measurement."""
+"""Reference operation for each measured operation: the raw disk's write or read, or a copy in memory."""
 
 
 TARGETS = {SAVE: 0.9, STALL: 1 / 1.3, LOAD: 0.8}  # least share of the reference's speed, for each measurement
 
 
 def bench_checkpoint(*, folder: Path, mib: int, rounds: int, check: bool, as_json: bool) -> bool:
-    """Measure checkpoints in a subfolder, and print the results; False if `check` is set and a target was missed."""
+    """Measure checkpoint operations in a subfolder of `folder`, and print the results.
+
+    Returns:
+        False if `check` is set and an operation was slower than its target in `TARGETS`.
+    """
     mib = MATRICES_MIB * max(1, mib // MATRICES_MIB)
     scratch = folder / f"nxtrain-bench-{os.getpid()}"
     scratch.mkdir(parents=True)
@@ -76,7 +80,7 @@ def bench_checkpoint(*, folder: Path, mib: int, rounds: int, check: bool, as_jso
 
 
 def summarize(seconds: Mapping[str, Sequence[float]], mib: int) -> dict[str, dict[str, float]]:
-    """Medians over rounds: GiB per second, and the speed as a share of the reference's speed."""
+    """Median GiB per second of each operation, and its speed as a share of the reference operation's speed."""
     result = {}
     for name, turns in seconds.items():
         floor = seconds[FLOORS.get(name, name)]
@@ -85,10 +89,10 @@ def summarize(seconds: Mapping[str, Sequence[float]], mib: int) -> dict[str, dic
 
 
 def measure(folder: Path, mib: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each operation in every round, by name."""
+    """Seconds of each checkpoint operation in every round, by operation name."""
     state = FilledState(folder, mib)
     turns: dict[str, Callable[[], object]] = {
-        COPY: state.copy,  # begins a round: deletes what the last one wrote
+        COPY: state.copy,  # begins a round: the files of the previous round are deleted before it
         STALL: state.stage,
         DISK_WRITE: state.write_raw,
         SAVE: state.save,
@@ -105,7 +109,7 @@ def measure(folder: Path, mib: int, rounds: int) -> dict[str, list[float]]:
 
 
 class FilledState:
-    """Training state of a model that has matrices only, with a method for each measured operation."""
+    """Training state of a model of matrices only, with one method for each measured operation."""
 
     def __init__(self, folder: Path, mib: int) -> None:
         self._folder = folder
@@ -126,8 +130,11 @@ class FilledState:
         self._meta = Meta(step=1, samples=1, tokens=1, seed=0, family="none", config={}, dtype="float32")
 
     def seconds(self, act: Callable[[], object]) -> float:
-        """Time one turn, with a cold page cache and, at the begin of a round, an empty folder."""
-        if act == self.copy:  # no turn pays for deletion: a checkpoint of a run replaces none
+        """Time one operation in seconds, with a cold page cache.
+
+        The operation `copy` begins a round, so the files of the previous round are deleted before it.
+        """
+        if act == self.copy:  # deletion is not timed, since a run's checkpoint replaces no other
             for file in self._folder.iterdir():
                 if file.is_dir():
                     shutil.rmtree(file)
@@ -148,7 +155,7 @@ class FilledState:
             self._into[key].copy_(x)
 
     def stage(self) -> None:
-        """Stage the tensors, the part of a save for which training waits."""
+        """Copy the tensors into the staging buffers, the only part of a save that training waits for."""
         self._staging.fill(self._shards)
 
     def write_raw(self) -> None:
@@ -168,7 +175,7 @@ class FilledState:
         self._written = write(directory.step_path(self._folder, 1), self._staged, self._meta, ALONE)
 
     def read_back(self) -> None:
-        """Read the checkpoint back, which proves that the disk holds it."""
+        """Read the saved checkpoint back from disk and compare it with its checksums."""
         read_back(directory.step_path(self._folder, 1), self._written, ALONE)
 
     def load(self) -> None:

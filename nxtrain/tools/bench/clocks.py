@@ -1,4 +1,4 @@
-"""Clocks of a measurement: wall, CPU time of this process, and the device's own where it has one."""
+"""Clocks of the benchmarks: wall time, CPU time of this process, and the device's own clock."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from nxtrain.backends.base import Backend
 
 
 class Clocks:
-    """Clocks of one device; `read` runs the recorded operations, waits for the device, and reads a () tensor.
+    """Wall, CPU and device clocks for measurements on one device.
 
     Attributes:
-        has_events: The device has a queue, and a clock of its own.
+        read: Function that runs all recorded operations, waits for the device, and returns the value of a () tensor.
+        has_events: True if the device has an operation queue and its own clock, so that timed events can be queued.
     """
 
     def __init__(self, device: torch.device, read: Callable[[Tensor], float] = float) -> None:
@@ -25,7 +26,10 @@ class Clocks:
 
     @contextmanager
     def measure(self) -> Iterator[dict[str, float]]:
-        """Seconds by clock, filled in when the context ends; the device must be idle before and after."""
+        """Measure the seconds of a context by each clock.
+
+        The returned dictionary is filled when the context ends. The device must be idle before and after the context.
+        """
         seconds: dict[str, float] = {}
         first = self.event()
         wall, cpu = time.perf_counter(), time.process_time()
@@ -38,7 +42,7 @@ class Clocks:
             seconds["device"] = first.elapsed_time(last) / 1e3
 
     def event(self) -> torch.Event | None:
-        """Event with a time, put into the device's queue; None: the device has none."""
+        """Record a timed event in the device's queue; None if the device has no queue."""
         if not self.has_events:
             return None
         event = torch.Event(self.device, enable_timing=True)
@@ -47,7 +51,7 @@ class Clocks:
 
 
 def clocks_of(backend: Backend) -> Clocks:
-    """Clocks of a backend's device."""
+    """Create the clocks of a backend's device."""
 
     def read(x: Tensor) -> float:
         backend.step_boundary()
@@ -57,9 +61,9 @@ def clocks_of(backend: Backend) -> Clocks:
 
 
 class Moments:
-    """Moments of one process on the clock that all processes of a machine share.
+    """Timestamps of one process, on the monotonic clock that all processes of a machine share.
 
-    On a device with a queue, a moment is that at which the device gets there, by events in the queue.
+    If the device has a queue, timestamps come from events in the queue, at the time the device reaches the event.
 
     Args:
         clocks: Clocks of the device.
@@ -71,7 +75,7 @@ class Moments:
         self._times_s: list[float] = []
 
     def begin(self) -> None:
-        """Restart the clocks, once the device is idle."""
+        """Discard all timestamps and record the first one; the device must be idle."""
         self._events.clear()
         self._times_s.clear()
         self.mark()
@@ -80,7 +84,7 @@ class Moments:
             self._times_s[0] = time.monotonic()
 
     def mark(self) -> int:
-        """Add a moment, and return its number."""
+        """Record a timestamp, and return its index."""
         self._times_s.append(time.monotonic())
         event = self._clocks.event()
         if event is not None:
@@ -88,7 +92,7 @@ class Moments:
         return len(self._times_s) - 1
 
     def times_s(self) -> list[float]:
-        """Seconds of all moments, once the device has reached the last."""
+        """Return all timestamps in seconds, after waiting until the device has reached the last event."""
         if not self._events:
             return list(self._times_s)
         first = self._events[0]

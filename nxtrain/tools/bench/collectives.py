@@ -1,6 +1,7 @@
-"""Speed of nxtrain's collectives between ranks of this machine by size, next to a copy in memory, in rounds.
+"""Benchmark of nxtrain's collectives by tensor size, between ranks of one machine.
 
-Ranks are processes on CPUs, or on a device each. Of a device the clock is its own.
+Each round also measures a copy in memory as the reference. Each rank is a process, on CPUs or with a device of its own.
+On a device, the device's clock measures the time.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from nxtrain.tools.bench.train import CLOCKS, ON_HOST, check_backend
 KIB, GIB = 1 << 10, 1 << 30
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send", "copy")
-"""Collectives, transfers, and their reference: a copy of the tensor in one process's memory."""
+"""Measured operations: collectives, a point-to-point send, and as reference a tensor copy within one process."""
 
-# Bounds of the repetitions of one size in one turn.
+# Bounds of the repetitions of one tensor size in one measurement.
 TURN_BYTES = 64 << 20
 MOST_REPEATS = 50
 LEAST_REPEATS = 2
@@ -37,27 +38,31 @@ LEAST_REPEATS = 2
 
 @dataclass(frozen=True)
 class CollectivesJob:
-    """Ranks and tensor sizes of a measurement."""
+    """Number of ranks, tensor sizes and backend of a collectives benchmark."""
 
     ranks: int
-    sizes_kib: Sequence[int]  # KiB of the whole bfloat16 tensor that is reduced, gathered, cut or sent
+    sizes_kib: Sequence[int]  # sizes in KiB of the whole bfloat16 tensor that is reduced, gathered, scattered or sent
     backend: str = "cpu"
 
     def repeats(self, kib: int) -> int:
-        """Repetitions of a size in one turn; on a device they are queued, and the read at their end is shared."""
+        """Number of repetitions of a tensor size in one measurement.
+
+        A device queues the repetitions, and one read at the end waits for all of them. So a device always gets the
+        maximum.
+        """
         if self.backend not in ON_HOST:
             return MOST_REPEATS
         return max(LEAST_REPEATS, min(MOST_REPEATS, TURN_BYTES // (kib * KIB)))
 
 
 def bench_collectives(*, job: CollectivesJob, rounds: int, as_json: bool) -> None:
-    """Measure the collectives and print the results."""
+    """Measure the speed of nxtrain's collectives and print the results."""
     if job.ranks % 2:
-        reason = f"{job.ranks} ranks are an odd number, and each sends to one other"
+        reason = f"{job.ranks} ranks are an odd number, but sends run between pairs of ranks"
         raise ConfigError([Problem("--ranks", reason, hint="use 2 or another even number")])
     bad = [kib for kib in job.sizes_kib if kib < 1 or kib * KIB % (2 * job.ranks)]
     if bad or not job.sizes_kib:
-        reason = f"{', '.join(map(str, bad)) or 'no size'}: sizes are KiB that {job.ranks} ranks can share"
+        reason = f"{', '.join(map(str, bad)) or 'no size'}: each size in KiB must divide evenly into {job.ranks} ranks"
         raise ConfigError([Problem("--sizes-kib", reason, hint="use 4,64,1024,16384")])
     devices = check_backend(job.backend, eager=True)
     with ExitStack() as stack:
@@ -68,7 +73,10 @@ def bench_collectives(*, job: CollectivesJob, rounds: int, as_json: bool) -> Non
 
 
 def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Turn of a rank in a worker process: mean seconds of each operation, by size and clock."""
+    """Make the function that measures all collectives on one rank, in a worker process.
+
+    The function returns the mean seconds of each operation, by tensor size and clock.
+    """
     work = CollectivesJob(**job)
     torch.set_num_threads(1)
     backend = open_backend(work.backend, BackendSettings(hang_timeout_s=PATIENCE_S))
@@ -81,8 +89,8 @@ def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, An
         for op in OPERATIONS:
             means[op] = {}
             for kib in work.sizes_kib:
-                # Rows, so that they can be cut between the ranks; an operation may overwrite its input, which stays
-                # finite.
+                # One row for each rank, so that ranks can shard the tensor. Zeros stay finite if an operation
+                # overwrites its input.
                 size = work.ranks, kib * KIB // (2 * work.ranks)
                 whole = torch.zeros(size, dtype=torch.bfloat16, device=backend.device)
                 act = _operation(op, whole, backend, mesh.pp)
@@ -95,7 +103,7 @@ def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, An
 def _mean_s(
     act: Callable[[], object], whole: Tensor, repeats: int, backend: Backend, clocks: Clocks
 ) -> dict[str, float]:
-    """Mean seconds of an operation by clock, after one that warms up."""
+    """Mean seconds of one operation by each clock, after one warm-up call."""
     act()
     clocks.read(whole[0, 0])
     backend.collectives.barrier()
@@ -128,9 +136,10 @@ def _operation(op: str, whole: Tensor, backend: Backend, axis: Axis) -> Callable
 
 
 def summarize(turns: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Medians over rounds of the slowest rank's time and of the CPU time of all ranks, by operation and KiB.
+    """Median speed and time of each operation and tensor size.
 
-    The time is that of the device's clock, or else wall time.
+    The time of a round is that of the slowest rank, by the device's clock or else wall time. The CPU time of a round is
+    the sum over all ranks.
     """
     rows = []
     clock = "wall"

@@ -1,10 +1,10 @@
-"""`nxtrain bench data`: speed of the loader, of tokenization and packing, and of the start on a large corpus.
+"""`nxtrain bench data`: speed of the data loader, of tokenization with packing, and of opening a large corpus.
 
-The loader reads token ids in a file, drawn in random order, on one core. The reference is numpy's copy of as many
-random rows out of the same file.
+The loader reads rows of token ids from a file in random order, on one core. Its reference is numpy's copy of as many
+random rows from the same file.
 
-The text is Python's standard library, the tokenizer a BPE that is trained on it. The CPU time of all of its threads
-counts. The file of the start has holes in place of its documents, so that a disk need not hold them.
+The text is Python's standard library. The tokenizer is a BPE trained on that text. The CPU time of all tokenizer
+threads counts. The large corpus is a sparse file with holes in place of the documents, so it needs little disk space.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from nxtrain.tools.bench.data_turns import packing_turns, take_text_turns
 from nxtrain.tools.bench.data_wait import MOST_WAITING, measure_wait
 
 LOADER, NUMPY = "loader", "numpy"
-VOCAB, TEXT_VOCAB = 32000, 4096  # of the ids, and of the tokenizer of the text
+VOCAB, TEXT_VOCAB = 32000, 4096  # vocabulary of the random ids, and of the tokenizer for text
 BATCH = 32
 TRAINED_CHARS = 2 << 20
 DOCUMENT_BYTES = 4096
 
 
 def bench_data(sizes: Mapping[str, int], *, rounds: int, as_json: bool) -> None:
-    """Measure the loader, tokenization and the start on a corpus, and print the results.
+    """Measure the data loader, tokenization, and the opening of a large corpus, and print the results.
 
     Args:
         sizes: `mib` of token ids, two bytes each; `text_mib` to tokenize; `file_mib` of a corpus to open; `seq_len`.
@@ -69,7 +69,7 @@ def bench_data(sizes: Mapping[str, int], *, rounds: int, as_json: bool) -> None:
 
 
 def measure_ids(mib: int, seq_len: int, rounds: int) -> dict[str, list[float]]:
-    """Tokens per CPU second of each side in every round."""
+    """Tokens per CPU second of the loader and of numpy's copy, in every round."""
     num_rows = max(BATCH, mib * (1 << 20) // (2 * (seq_len + 1)))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.npy"
@@ -107,7 +107,10 @@ def measure_ids(mib: int, seq_len: int, rounds: int) -> dict[str, list[float]]:
 
 
 def prepare_text(num_bytes: int, seq_len: int, folder: Path) -> tuple[dict[str, CorpusLanes], TextTokenizer]:
-    """Prepare the documents of the standard library as text and as ids, by a tokenizer that is trained on some."""
+    """Prepare the texts of Python's standard library as two corpora: one of text and one of token ids.
+
+    The tokenizer is trained on a sample of the texts.
+    """
     texts = list(stdlib_texts(num_bytes))
     jsonl, vocab = folder / "text.jsonl", folder / "tokenizer.json"
     with jsonl.open("w", encoding="utf-8") as file:
@@ -122,7 +125,7 @@ def prepare_text(num_bytes: int, seq_len: int, folder: Path) -> tuple[dict[str, 
     train_bpe(sample, TEXT_VOCAB, vocab)
     tokenizer = load_tokenizer(vocab, TEXT_VOCAB)
     corpora = {}
-    # The tokenizer of the text works in training, that of the ids in the preparation.
+    # The corpus `text` is tokenized during training, the corpus `ids` in its preparation.
     for name, in_training, in_preparation in (("text", tokenizer.path, None), ("ids", None, tokenizer.path)):
         path = folder / f"{name}.arrow"
         prepare_corpus(PreparationRequest([jsonl], path, tokenizer=in_preparation), Watcher())
@@ -132,7 +135,7 @@ def prepare_text(num_bytes: int, seq_len: int, folder: Path) -> tuple[dict[str, 
 
 
 def measure_text(source: CorpusLanes, tokenizer: TextTokenizer, rounds: int) -> dict[str, Any]:
-    """Tokens per CPU second of each way to pack, next to the bare tokenizer on the same documents."""
+    """Tokens per CPU second of each packing mode, compared with the bare tokenizer on the same documents."""
     corpus = PreparedCorpus(source.paths[0])
     texts = [corpus.text(number) for number in range(len(corpus))]
     num_tokens = sum(ids.size + 1 for ids in tokenizer.encode(texts))
@@ -157,7 +160,10 @@ def measure_start(num_bytes: int, path: Path) -> dict[str, float]:
 
 
 def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, float]]]:
-    """Turn that opens a corpus and reads one document: CPU seconds and memory of this process."""
+    """Make the function that measures opening a corpus and reading one document, in a worker process.
+
+    The function returns the CPU seconds and the memory of that process.
+    """
 
     def turn() -> dict[str, float]:
         corpus = PreparedCorpus(Path(job["path"]))
@@ -171,7 +177,7 @@ def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, fl
 
 
 def write_sparse(path: Path, num_bytes: int) -> int:
-    """Write a prepared corpus whose documents are holes of a sparse file, and return their number."""
+    """Write a prepared corpus as a sparse file with holes for documents, and return the number of documents."""
     schema = schema_of(0, field=TEXT_FIELD, sources="sparse")
     array, _ = text_array([bytes(DOCUMENT_BYTES)] * (BATCH_BYTES // DOCUMENT_BYTES), [])
     batch = pa.record_batch([array], schema=schema)

@@ -1,9 +1,9 @@
-"""Turns of tokenization and packing, each next to the bare tokenizer on the same documents.
+"""Measurements of tokenization and packing, compared with the bare tokenizer on the same documents.
 
-A turn makes the rows of one window of `best_fit`. Whenever the turn tokenizes a group of documents, the bare
-tokenizer gets the same group at once, before or after the turn's own call in alternation. A group takes some 50
-ms. So both see the same documents at the same speed of the machine. Documents that lie in the packer at the end
-of a turn count as well: they were tokenized.
+One measurement makes the rows of one `best_fit` window. The documents are tokenized in groups. The bare tokenizer
+encodes each group too, alternately before and after the measured call. A group takes about 50 ms, so both calls see the
+same documents at the same machine speed. Documents still in the packer's buffer at the end also count, since they were
+tokenized.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from nxtrain.tools.bench import harness
 
 @dataclass
 class TextTime:
-    """CPU seconds of all threads in a turn, and the tokens of the turn's documents."""
+    """CPU seconds of all threads in one measurement, and the number of tokens in its documents."""
 
-    own_s: float = 0.0  # seconds of the side, including those inside its tokenizer
-    inside_s: float = 0.0  # seconds inside the side's tokenizer
+    own_s: float = 0.0  # seconds of the packing mode, including those inside its tokenizer
+    inside_s: float = 0.0  # seconds inside the packing mode's tokenizer
     bare_s: float = 0.0  # seconds of the bare tokenizer on the same documents
     tokens: int = 0  # tokens of the documents, each with the end of text
 
-    # For each call, the bare tokenizer's time divided by that of the side's, and True if the bare one ran first.
+    # For each call: the bare tokenizer's time over the measured call's, and True if the bare one ran first.
     calls: list[tuple[float, bool]] = field(default_factory=list)
 
 
 @dataclass
 class WatchedTokenizer:
-    """Tokenizer that counts its CPU time, and that of the bare tokenizer on the same texts."""
+    """Tokenizer that measures its own CPU time, and that of the bare tokenizer on the same texts."""
 
     tokenizer: Tokenizer
     spent: TextTime = field(default_factory=TextTime)  # so far, without `own_s`
     bare_first: bool = False  # at the next call; the order alternates
 
     def encode_batch_fast(self, texts: list[str], add_special_tokens: bool = True) -> list[Encoding]:
-        """Encode texts by the tokenizer."""
+        """Encode texts with the tokenizer, and add the CPU times of both tokenizers to `spent`."""
         bare_s = 0.0
         if self.bare_first:
             bare_s = self._encode_bare(texts)
@@ -69,14 +69,15 @@ class WatchedTokenizer:
 
 
 TextTurn = Callable[[bool], TextTime]
-"""One turn of a side's work; the argument is True if the bare tokenizer runs first."""
+"""One measurement of a packing mode; the argument is True if the bare tokenizer runs first."""
 
 
 def packing_turns(source: CorpusLanes, number: int, mark: Callable[[str], None] | None = None) -> list[TextTurn]:
-    """Turns that tokenize and pack one window each, in the order of training.
+    """Make measurement functions that each tokenize and pack one window, in the order of training.
 
     Args:
-        mark: Called with the name of each document, as in a worker; None: documents are tokenized in groups.
+        number: Number of windows.
+        mark: Called with the name of each document, as in a worker process. None: documents are tokenized in groups.
     """
     documents = source.documents(mark)[0]
     assert documents.tokenizer is not None
@@ -110,16 +111,19 @@ def packing_turns(source: CorpusLanes, number: int, mark: Callable[[str], None] 
 
 
 def take_text_turns(sides: Mapping[str, Sequence[TextTurn]], rounds: int) -> dict[str, Any]:
-    """Measure the speed of each loader, relative to the tokenizer alone on the same documents.
+    """Measure the speed of each packing mode relative to the bare tokenizer on the same documents.
 
     Returns:
-        `tokens`: tokens of each side's documents. `rows`: tokens per CPU second of each side and of the bare tokenizer
-        next to each, in every round. `inside`: share of a side's CPU time inside of the tokenizer. `ratios`: speed of a
-        side over that of the bare tokenizer, by `speed_ratio`.
+        `tokens`: tokens in each mode's documents. `rows`: tokens per CPU second of each mode and of the bare tokenizer,
+        in every round. `inside`: share of a mode's CPU time spent inside the tokenizer. `ratios`: speed of each mode
+        over that of the bare tokenizer, from `speed_ratio`.
     """
 
     def taker(turns: Sequence[TextTurn]) -> Callable[[], list[TextTime]]:
-        """Function that takes all turns of a side; the order of both tokenizers alternates from round to round."""
+        """Make a function that runs all measurements of a packing mode.
+
+        The order of both tokenizers alternates between rounds.
+        """
         rounds = count()
         return lambda: [turn(number % 2 == 1) for number, turn in enumerate(turns, next(rounds))]
 
@@ -140,10 +144,11 @@ def take_text_turns(sides: Mapping[str, Sequence[TextTurn]], rounds: int) -> dic
 
 
 def speed_ratio(turns: Sequence[TextTime]) -> float:
-    """Speed of a side over that of the bare tokenizer, by the ratio of both times of each call.
+    """Speed of a packing mode relative to the bare tokenizer, from the time ratio of each pair of calls.
 
-    Sums of times follow the machine's speed at the time. The ratio of both times of a call does not, nor does the share
-    of a turn outside of the calls. The second tokenizer finds the text in the caches, so both orders count the same.
+    The time ratio of a pair is independent of the machine's speed, while sums of times are not. The share of CPU time
+    outside the calls is independent of the machine's speed too. The second tokenizer of a pair finds the text in the
+    caches, so both orders have equal weight.
     """
     calls = list(chain.from_iterable(turn.calls for turn in turns))
     medians = []

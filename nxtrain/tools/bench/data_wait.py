@@ -1,7 +1,7 @@
-"""Wait for data in steps of a fixed time: workers tokenize and pack, or pack ids, while a device would compute.
+"""Benchmark of the time that training steps of a fixed duration wait for data from worker processes.
 
-A step sleeps, so that the workers have all cores, as next to an accelerator. The wait is counted by the meter that
-counts `data_s` of a run.
+Workers tokenize and pack text, or pack token ids, while a device would compute. A step sleeps in place of computing, so
+the workers have all cores, as beside an accelerator. The meter of a run's `data_s` counts the wait.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from nxtrain.data.workers import WorkerPolicy, Workers
 from nxtrain.launch.threads import num_cores
 from nxtrain.metrics.work_meter import WorkMeter
 
-TOKENS_PER_S = 1_000_000  # speed of a node that the loader serves
+TOKENS_PER_S = 1_000_000  # token rate of a node that the loader must serve
 MOST_WAITING = 0.01  # largest share of a step that may wait for data
 
 LADDER = (1.0, 0.75, 0.5, 0.375, 0.25, 0.1875, 0.125, 0.0625, 0.03125)
-"""Rates that are tried, from the highest on, as parts of `TOKENS_PER_S`."""
+"""Token rates to try, from high to low, as fractions of `TOKENS_PER_S`."""
 
 ROWS = 32
 STEPS = 60
@@ -34,11 +34,12 @@ TIMEOUT_S = 600.0
 
 
 def measure_wait(sources: Mapping[str, CorpusLanes]) -> dict[str, Any]:
-    """Share of the steps' time spent waiting for a batch, and the highest rates without waits, for each corpus.
+    """Measure the time that steps wait for batches, and the highest token rate without waits, for each corpus.
 
     Returns:
-        `shares`: share at `tokens_per_s` with `workers`, by corpus. `kept`: for each corpus and number of workers the
-        highest rate of the ladder at which steps wait for less than `MOST_WAITING` of the time; 0 if there is none.
+        `shares`: share of time spent waiting at `tokens_per_s` with `workers`, by corpus. `kept`: highest token rate of
+        `LADDER` with a share below `MOST_WAITING`, by corpus and number of workers. A rate of 0 means that none was low
+        enough.
     """
     numbers = sorted({1, max(2, num_cores())})
     shares: dict[str, float] = {}
@@ -51,7 +52,7 @@ def measure_wait(sources: Mapping[str, CorpusLanes]) -> dict[str, Any]:
 
 
 def _kept_rate(source: CorpusLanes, workers: int) -> tuple[float, float]:
-    """Share of the time spent waiting at `TOKENS_PER_S`, and the highest rate without a wait."""
+    """Share of the time spent waiting at `TOKENS_PER_S`, and the highest rate in tokens per second without waits."""
     with open_batches(source, LaneOrder(num_lanes(ROWS), 0, True), workers) as batches:
         first = share_waiting(batches, source.seq_len / TOKENS_PER_S)
         if first < MOST_WAITING:
@@ -67,14 +68,14 @@ def _kept_rate(source: CorpusLanes, workers: int) -> tuple[float, float]:
 
 @contextmanager
 def open_batches(source: LaneSource, order: LaneOrder, workers: int, rows: int = ROWS) -> Iterator[Iterator[Batch]]:
-    """Open the batches of a run, each made by worker processes."""
+    """Open an iterator over training batches whose rows are made by worker processes."""
     lanes = partial(Workers, source, order, WorkerPolicy(workers, 0, TIMEOUT_S))
     with closing(StreamLoader(lanes, order.lanes, BatchShare(rows, rows), end_id=0).prefetched(0)) as batches:
         yield batches
 
 
 def share_waiting(batches: Iterator[Batch], row_s: float, *, steps: int = STEPS) -> float:
-    """Share of the time that a device waits for data in steps that take `row_s` for each row."""
+    """Share of the time that steps wait for data, if each step takes `row_s` seconds per row."""
     meter = WorkMeter()
     for step in range(WARMUP_STEPS + steps):
         if step == WARMUP_STEPS:

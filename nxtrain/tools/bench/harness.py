@@ -1,8 +1,8 @@
-"""Harness of all benchmarks: sides run in turns, and a table or JSON shows the results.
+"""Harness of all benchmarks: interleaved measurement of several implementations, and results as a table or JSON.
 
-Sides that could profit from the threads, caches or allocator of another run in processes of their own. One
-works while the others wait. A round runs each side once. Figures are medians over rounds, and ratios are
-medians of the ratios inside each round, since the machine's speed drifts between rounds.
+Implementations run in separate processes if they could share threads, caches or the allocator. Only one computes at a
+time. A round measures each implementation once. Figures are medians over rounds. Ratios are medians of the ratios
+inside each round, since the machine's speed drifts between rounds.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ from nxtrain.launch.threads import num_cores
 Turn = TypeVar("Turn")
 
 PATIENCE_S = 600.0
-"""Seconds that a rank of a benchmark waits for the others."""
+"""Timeout in seconds with which a rank of a benchmark waits for the other ranks."""
 
 
 class BenchWorker:
-    """Process that runs one side for one turn on each request, by `serve`.
+    """Worker process that runs one implementation and returns one measurement for each request.
 
     Args:
-        program: Module of `nxtrain.tools.bench`. Its function `turns(name, job)` makes the turns of the side, by the
-            line that requests each.
-        job: Workload, of types that JSON has.
+        program: Module of `nxtrain.tools.bench`. Its function `turns(name, job)` makes the measurement functions, keyed
+            by request.
+        name: Name of the implementation, the first argument of `turns`.
+        job: Workload as JSON types, the second argument of `turns`.
     """
 
     def __init__(self, program: str, name: str, job: Mapping[str, Any], env: Mapping[str, str]) -> None:
@@ -59,12 +60,16 @@ class BenchWorker:
         self._process.communicate()  # closes the pipes
 
     def turn(self, request: str = "") -> Any:
-        """Run one turn and return its measurement; a BackendError if the process ended, whose output has the reason."""
+        """Run one measurement in the worker process and return its result.
+
+        Raises:
+            BackendError: The process has ended. Its output has the reason.
+        """
         self.begin(request)
         return self.end()
 
     def begin(self, request: str = "") -> None:
-        """Start one turn."""
+        """Start one measurement, without waiting for its result."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(f"{request}\n")
@@ -73,21 +78,21 @@ class BenchWorker:
             pass  # `end` reports it
 
     def end(self) -> Any:
-        """Wait for the end of the turn and return the measurement."""
+        """Wait for the running measurement and return its result."""
         assert self._process.stdout is not None
         answer = self._process.stdout.readline()
         if not answer:
             code = self._process.wait()
             raise BackendError(
-                f"the benchmark process of {self._name} ended with exit code {code}; see its lines above"
+                f"the benchmark process of {self._name} ended with exit code {code}; its output above has the reason"
             )
         return json.loads(answer)
 
 
 def serve(program: str, name: str, job: str) -> None:
-    """Run one turn for each line on standard input, and print the measurement as JSON, until standard input ends.
+    """Run one measurement for each line on standard input, and print its result as JSON, until the input ends.
 
-    Standard output has the measurements only. Output of libraries goes to standard error.
+    Standard output has the results only. Output of libraries goes to standard error.
     """
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w") as answers:
@@ -100,11 +105,18 @@ def serve(program: str, name: str, job: str) -> None:
 def start_ranks(
     stack: ExitStack, program: str, name: str, job: Mapping[str, Any], world: int = 1, copies: int = 1
 ) -> list[BenchWorker]:
-    """Start the ranks of one or several independent worlds; the ranks end with the stack."""
+    """Start the worker processes of all ranks, in one or several independent worlds.
+
+    The processes end when `stack` closes.
+
+    Args:
+        world: Number of ranks in each world.
+        copies: Number of independent worlds.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    # More threads than one would make a rank faster while others wait, and ranks unequal.
+    # One thread per rank: with more threads, a rank would run faster while others wait, and ranks would be unequal.
     common = {**environment(1, job.get("backend", "cpu")), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     common |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     workers = []
@@ -116,7 +128,7 @@ def start_ranks(
 
 
 def turn_at_once(workers: Sequence[BenchWorker], request: str = "") -> list[Any]:
-    """Run one turn of several processes at the same time, and return the measurement of each."""
+    """Run one measurement in several worker processes at the same time, and return all results."""
     for worker in workers:
         worker.begin(request)
     return [worker.end() for worker in workers]
@@ -125,7 +137,7 @@ def turn_at_once(workers: Sequence[BenchWorker], request: str = "") -> list[Any]
 def take_turns(
     sides: Mapping[str, Callable[[], Turn]], rounds: int, *, warm_up: int = 1, label: str = ""
 ) -> dict[str, list[Turn]]:
-    """Run each side once in every round, after rounds that warm up, whose measurements are dropped."""
+    """Measure each implementation once per round, after warm-up rounds whose measurements are dropped."""
     measured: dict[str, list[Turn]] = {name: [] for name in sides}
     done = 0
     with Progress("starting", (warm_up + rounds) * len(sides)) as progress:
@@ -138,10 +150,10 @@ def take_turns(
 
 
 def environment(threads: int, backend: str = "cpu") -> dict[str, str]:
-    """Environment of a worker with a number of threads, in which libraries print nothing of their own.
+    """Environment variables of a worker process with `threads` CPU threads and without library messages.
 
     On a CPU, torch's profiler would print that it finds no GPU. torch-xla, which transformers imports, would print its
-    choice. On GPUs, torch would warn of transfers of a pipeline.
+    choice of a device. On GPUs, torch would warn about point-to-point transfers of a pipeline.
     """
     quiet = {}
     if backend == "cpu":
@@ -159,17 +171,17 @@ def cpu_s(act: Callable[[], object]) -> float:
 
 
 def row(name: str, unit: str, rounds: Sequence[float], **more: Any) -> dict[str, Any]:
-    """Row of a side for `--json`: the median over rounds, and each round."""
+    """Row of one implementation in the JSON result: the median over rounds, and the value of each round."""
     return {"name": name, "value": median(rounds), "unit": unit, "rounds": list(rounds), **more}
 
 
 def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
-    """Median over rounds of the ratios inside each round."""
+    """Median over rounds of `over[i] / under[i]`."""
     return median(a / b for a, b in zip(over, under, strict=True))
 
 
 def refuse_unknown(option: str, noun: str, names: Iterable[str], choices: Collection[str]) -> None:
-    """Refuse names that an option does not have, by a ConfigError."""
+    """Raise a ConfigError if a name is not one of the option's choices."""
     hint = f"known: {', '.join(choices)}"
     problems = [Problem(option, f"there is no {noun} {name!r}", hint=hint) for name in names if name not in choices]
     if problems:
@@ -179,7 +191,7 @@ def refuse_unknown(option: str, noun: str, names: Iterable[str], choices: Collec
 def present(
     result: Mapping[str, Any], shown: Callable[[], Sequence[str | Table]], *, as_json: bool, of_machine: bool = True
 ) -> None:
-    """Print the machine and a result, as JSON, or as lines and tables for the terminal."""
+    """Print a benchmark's result as JSON, or the machine and the result as lines and tables."""
     if as_json:
         write_document(result)
         return
@@ -197,7 +209,10 @@ def present(
 def table(
     title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", left: Collection[str] = ()
 ) -> Table:
-    """Table of figures: the first column and those named `left` hold words, the others numbers."""
+    """Build a table of benchmark results.
+
+    The first column and the columns in `left` hold text. All other columns hold numbers and are right-aligned.
+    """
     drawn = Table(title=title, title_style="bold", caption=caption or None)
     for number, head in enumerate(heads):
         if number == 0 or head in left:
@@ -210,11 +225,11 @@ def table(
 
 
 INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "bf16", "asimd")
-"""Instruction sets that decide about the speed of matrix products, as /proc/cpuinfo names them."""
+"""CPU instruction sets that determine the speed of matrix products, as named in /proc/cpuinfo."""
 
 
 def machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
-    """CPU of this machine, its instruction sets, cores and load."""
+    """Description of this machine: CPU model, instruction sets, cores and load."""
     fields: dict[str, str] = {}
     if cpuinfo.exists():
         for line in cpuinfo.read_text(encoding="utf-8").splitlines():

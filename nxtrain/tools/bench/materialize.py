@@ -1,6 +1,7 @@
-"""Memory and time to make one rank's part of a model that no process could hold whole.
+"""Benchmark of the memory and time to materialize one rank's shard of a model too large for one process.
 
-The work runs in a process of its own, so that its peak of resident memory comes from this work and its imports only.
+The shard is made in a separate process. So the peak of resident memory comes only from making the shard, and from
+imports.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from nxtrain.tools.bench import harness
 from nxtrain.train.build import build_meta, fill_model, parts_of
 
 FAMILY = "llama"
-SEQ_LEN = 2048  # tokens of the rotary tables, the only thing here that depends on them
+SEQ_LEN = 2048  # sequence length, which only the rotary tables depend on here
 SHARE, SLACK_BYTES = 1.3, 1 << 30
-"""Bound of the peak: a multiple of the shard's bytes, and the bytes of the interpreter and torch."""
+"""Bound of peak memory: a multiple of the shard's bytes, plus the bytes of the interpreter and torch."""
 
 
 @dataclass(frozen=True)
 class BuildTarget:
-    """Rank of one pipeline stage whose part of the model is materialized."""
+    """Model, parallel degrees and pipeline stage of the rank whose shard is materialized."""
 
     preset: str
     tp: int
@@ -43,12 +44,19 @@ class BuildTarget:
 
     @property
     def rank(self) -> int:
-        """Rank in the middle of the stage, in a world with one copy of the model."""
+        """Rank in the middle of the stage's tensor parallel group, in a world that holds one copy of the model."""
         return self.stage * self.tp + self.tp // 2
 
 
 def bench_materialize(*, preset: str, tp: int, pp: int, stage: int | None, as_json: bool) -> None:
-    """Measure the memory and time of making a rank's shard, and print the results; by default of a middle stage."""
+    """Measure the memory and time to materialize a rank's shard, and print the results.
+
+    Args:
+        stage: Pipeline stage of the rank; None: the middle stage.
+
+    Raises:
+        BackendError: The peak of memory exceeds the bound.
+    """
     if stage is None:
         stage = pp // 2
     target = BuildTarget(preset, tp, pp, stage)
@@ -62,14 +70,14 @@ def bench_materialize(*, preset: str, tp: int, pp: int, stage: int | None, as_js
     if not result["within"]:
         raise BackendError(
             f"the peak of {result['peak_bytes']:,} bytes exceeds {result['bound_bytes']:,}, "
-            f"{SHARE} times the shard and {SLACK_BYTES >> 30} GiB: more than the shard was held at once"
+            f"{SHARE} times the shard and {SLACK_BYTES >> 30} GiB, so more than the shard was in memory at once"
         )
 
 
 def judge(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the bound, and whether the peak is within it."""
+    """Add the bound of peak memory to a measurement, and `within`: True if the peak does not exceed the bound."""
     if not measured["peak_bytes"]:
-        raise BackendError("bench materialize reads the peak of resident memory from Linux's /proc, which is not here")
+        raise BackendError("bench materialize needs Linux's /proc for the peak of resident memory; run it on Linux")
     bound = int(SHARE * measured["shard_bytes"]) + SLACK_BYTES
     return {**measured, "bound_bytes": bound, "within": measured["peak_bytes"] <= bound}
 
@@ -84,16 +92,19 @@ def _check(target: BuildTarget) -> None:
     if problems:
         raise ConfigError(problems)
     if target.stage >= target.pp:
-        raise ConfigError(f"--stage {target.stage} is none of the {target.pp} stages; use 0 to {target.pp - 1}")
+        raise ConfigError(f"--stage {target.stage} is no pipeline stage of --pp {target.pp}; use 0 to {target.pp - 1}")
 
 
 def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Turn that makes the shard, in a worker process."""
+    """Make the function that materializes the shard and measures it, in a worker process."""
     return {"": lambda: make_shard(BuildTarget(**job))}
 
 
 def make_shard(target: BuildTarget) -> dict[str, Any]:
-    """Make a shard as a run makes it; the mesh is data, so no other rank is needed."""
+    """Materialize a rank's shard as a training run does, and measure its memory and time.
+
+    The mesh is pure data, so no other rank is needed.
+    """
     tables = {
         "parallel": {"tp": target.tp, "pp": target.pp},
         "train": {"seq_len": SEQ_LEN},

@@ -1,7 +1,8 @@
-"""Cost of an update under each rule, next to torch's optimizer on float32 parameters, in turns in one process.
+"""Benchmark of the optimizer step under each update rule, compared with torch's optimizer on float32 parameters.
 
-The measure is the device's clock, or on CPUs the CPU time of this process, the steadiest figure on a shared machine.
-Results are medians over rounds. Ratios are medians of the ratios inside each round.
+All implementations run alternately in one process. The time is by the device's clock. On CPUs it is the CPU time of
+this process, the steadiest figure on a shared machine. Results are medians over rounds. Ratios are medians of the
+ratios inside each round.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ PEER = "torch.optim.AdamW(fused=True)"
 MUON_PEER = "torch.optim.Muon, AdamW(fused=True)"
 WARMUP_ROUNDS = 2
 QUEUED = 10
-"""Updates of one measurement on a device with a queue: the host's start and read are a small share of the time."""
+"""Optimizer steps per measurement on a device with a queue.
+
+With so many steps, the host's launch and read are a small share of the time.
+"""
 
 BETAS = (0.9, 0.95)
 EPS = 1e-8
@@ -47,7 +51,7 @@ ADAMW = OptimConfig(betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
 
 @dataclass(frozen=True)
 class Case:
-    """Update rule, with the number types that it is measured with."""
+    """Update rule and dtypes of one measured optimizer."""
 
     update: Update
     params: str  # types of parameters and running means
@@ -56,7 +60,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Name of the case, by the values of `[precision]` and of `optim.muon_precision`."""
+        """Name of the case in the results, made of values of `[precision]` and `optim.muon_precision`."""
         name = self.update if self.state == "fp32" else f"{self.update}, bf16 state"
         return name if self.products == "fp32" else f"{name}, bf16 products"
 
@@ -83,9 +87,12 @@ def bench_optim(  # 6 arguments: one for each option
     as_json: bool,
     device: str = "cpu",
 ) -> None:
-    """Measure the cost of an update under each rule on some blocks of a model, and print the results.
+    """Measure the time of one optimizer step under each update rule, and print the results.
 
     Args:
+        name: Optimizer to measure.
+        layers: Number of the model's blocks.
+        threads: Number of CPU threads; 0: torch's default.
         device: Name of the backend.
     """
     devices = check_backend(device, eager=True)
@@ -123,7 +130,10 @@ def bench_optim(  # 6 arguments: one for each option
 
 
 def timed(update: Callable[[], object], clocks: Clocks, backend: Backend) -> Callable[[], float]:
-    """Function that measures the seconds of an update by the device's clock, or CPU seconds of this process."""
+    """Make a function that measures the seconds of one optimizer step.
+
+    The clock is the device's, or else the CPU time of this process.
+    """
     if not clocks.has_events:
         return lambda: harness.cpu_s(update)
     (one,) = backend.scalars(1.0)
@@ -139,12 +149,12 @@ def timed(update: Callable[[], object], clocks: Clocks, backend: Backend) -> Cal
 
 
 def hidden_names(layout: Layout) -> list[str]:
-    """Names of the matrices of the blocks."""
+    """Names of the weight matrices inside the model's blocks, which Muon updates."""
     return [name for name, spec in layout.table.items() if ".layers." in name and len(spec.shape) > 1]
 
 
 def layout_of(backend: Backend, layers: int) -> Layout:
-    """Parameters of a model with some blocks, on one rank."""
+    """Layout of a Llama model's parameters with `layers` blocks, on one rank."""
     family = find_family("llama")
     shape = family.config_type.model_validate({**SHAPE, "num_hidden_layers": layers, "max_position_embeddings": 128})
     mesh = Mesh.build(1, 0)
@@ -154,7 +164,7 @@ def layout_of(backend: Backend, layers: int) -> Layout:
 def summarize(
     seconds: Mapping[str, Sequence[float]], num_params: int, bytes_per_param: Mapping[str, float], peer: str = PEER
 ) -> dict[str, dict[str, float]]:
-    """Medians over rounds of each rule, compared with those of a peer."""
+    """Median time of each update rule, and its ratio to the reference optimizer `peer`."""
     rules = {}
     for name, turns in seconds.items():
         rules[name] = {
@@ -168,7 +178,11 @@ def summarize(
 def _ours(
     case: Case, layout: Layout, backend: Backend, grads: Mapping[str, Tensor], optim: OptimConfig = ADAMW
 ) -> tuple[Callable[[], None], int]:
-    """Function that runs an update, and the bytes of its parameters and optimizer state."""
+    """Make a function that runs one optimizer step of nxtrain.
+
+    Returns:
+        The function, and the bytes of its parameters and optimizer state.
+    """
     params, state = DTYPES[case.params], DTYPES[case.state]
     shards = {name: backend.put(torch.randn(spec.shape).to(params)) for name, spec in layout.table.items()}
     precision = Precision(params, torch.float32, torch.float32, case.update, state)
@@ -186,7 +200,7 @@ def _ours(
 
 
 def _torchs(grads: Mapping[str, Tensor], hidden: Collection[str] = ()) -> Callable[[], None]:
-    """Update by torch's AdamW, and of the hidden matrices by its Muon."""
+    """Make a function that runs one step of torch's AdamW, with torch's Muon for the matrices named in `hidden`."""
     matrices, others = [], []
     for name, grad in grads.items():
         parameter = torch.nn.Parameter(torch.randn(grad.shape).to(grad.device))

@@ -1,14 +1,13 @@
-"""Bubble of a pipeline of equal stages, measured on local processes and compared with the schedule's prediction.
+"""Benchmark of the pipeline bubble with equal stages, compared with the schedule's prediction.
 
-The bubble is the share of all ranks' time in which they compute neither forward nor backward. Waits and
-transfers do not count as computation. A step lasts from the first forward of any rank to the last backward, on
-the clock that the processes of a machine share. The result is the shortest of all rounds, since other work of
-the machine can only make a step longer.
+The bubble is the share of all ranks' time in which they compute neither forward nor backward. Waits and transfers do
+not count as computation. A step lasts from the first forward of any rank to the last backward. All processes of a
+machine share the clock. The result is the shortest step of all rounds, since other load can only make a step longer.
 
 Rounds of ZB-H1 and of 1F1B alternate.
 
-Stages sleep: a machine with fewer cores than stages can sleep in all of them at once, but not compute. On a device each
-stage multiplies matrices for as long, and begin and end are events of the device.
+Each rank is a local process. On CPUs its stage sleeps in place of computing, since a machine may have fewer cores than
+stages. On a device each stage multiplies matrices for the same time, and events of the device measure begin and end.
 """
 
 from __future__ import annotations
@@ -34,28 +33,28 @@ from nxtrain.tools.bench.train import SHAPE, check_backend
 
 MIB = 1 << 20
 
-BACKWARD = 2  # ratio of a backward's sleep to a forward's, as for matrix products
+BACKWARD = 2  # duration of a backward in units of a forward, as for matrix products
 
 
 @dataclass(frozen=True)
 class StageWork:
-    """Workload of the ranks of a pipeline."""
+    """Workload of a pipeline benchmark: degrees, schedule, micro-batches and duration of a stage."""
 
     pp: int
     virtual_pp: int
     schedule: Order
     micro: int  # micro-batches of a step
-    forward_s: float  # sleep of a forward; a backward takes `BACKWARD` times as long, each of its parts half of that
+    forward_s: float  # duration of a forward; a backward takes `BACKWARD` times as long, each split part half of that
     seq_len: int  # tokens of a micro-batch, whose hidden states stages send
     backend: str = "cpu"
 
     @property
     def boundary_bytes(self) -> int:
-        """Size of the float32 hidden states that one stage sends to the next."""
+        """Bytes of the float32 hidden states that one stage sends to the next per micro-batch."""
         return 4 * self.seq_len * int(SHAPE["hidden_size"])
 
     def expected(self) -> PipelineCosts:
-        """Costs of the pipeline as its schedule predicts them."""
+        """Costs of each pipeline stage, from which the schedule's bubble is predicted."""
         num_stages = self.pp * self.virtual_pp
         backward_s = BACKWARD * self.forward_s
         weights_s: list[float] = []
@@ -81,14 +80,14 @@ class StageWork:
 
 @dataclass(frozen=True)
 class PipelineTurn:
-    """Measurement of all ranks in one step."""
+    """Measured spans and sent bytes of all ranks in one step."""
 
     spans: tuple[Span, ...]  # spans of each rank in order; a transfer's span is the time to start it
     sent_bytes: tuple[int, ...]
 
     @staticmethod
     def read(answers: Sequence[Mapping[str, Any]]) -> PipelineTurn:
-        """Read a turn from the answers of the processes, in the order of ranks."""
+        """Build a measurement from the JSON results of the worker processes, in rank order."""
         spans, sent_bytes = [], []
         for rank, answer in enumerate(answers):
             for kind, chunk, micro, start_s, end_s in answer["actions"]:
@@ -98,11 +97,20 @@ class PipelineTurn:
 
 
 def bench_pipeline(*, work: StageWork, rounds: int, dry_run: bool, as_json: bool) -> None:
-    """Measure a pipeline and print the results; a ConfigError says why there is no such pipeline."""
+    """Measure the bubble of a pipeline and print the results.
+
+    Args:
+        dry_run: Print the schedule's prediction only.
+
+    Raises:
+        ConfigError: The degrees and the schedule do not fit together.
+    """
     if work.pp == 1 and (not dry_run or work.virtual_pp > 1):
-        raise ConfigError("--pp 1 is no pipeline: a single stage sends nothing and waits for nobody; use 2 or more")
+        raise ConfigError("--pp 1 is no pipeline: a single stage has no other stage to wait for; use 2 or more")
     if work.schedule == "zero_bubble" and work.virtual_pp > 1:
-        raise ConfigError(f"--virtual-pp {work.virtual_pp} has no schedule zero_bubble, which is for 1; leave one out")
+        raise ConfigError(
+            f"schedule zero_bubble needs --virtual-pp 1, not {work.virtual_pp}; choose one of the two options"
+        )
     works = [work]
     if work.schedule != "1f1b":
         works.append(replace(work, schedule="1f1b"))
@@ -124,7 +132,7 @@ def bench_pipeline(*, work: StageWork, rounds: int, dry_run: bool, as_json: bool
 
 
 def measure(works: Sequence[StageWork], rounds: int) -> list[list[PipelineTurn]]:
-    """Run the steps of several pipelines in turn, each rank in a process of its own."""
+    """Measure steps of several pipeline workloads alternately, with one process per rank."""
     with ExitStack() as stack:
         sides: dict[str, Callable[[], list[Any]]] = {}
         for work in works:
@@ -138,12 +146,12 @@ def measure(works: Sequence[StageWork], rounds: int) -> list[list[PipelineTurn]]
 
 
 def fastest(work: StageWork, turns: Iterable[PipelineTurn]) -> PipelineTurn:
-    """The turn with the shortest step."""
+    """Return the pipeline measurement with the shortest step."""
     return min(turns, key=lambda turn: figures(work.expected(), turn.spans).step_s)
 
 
 def summarize(work: StageWork, turns: Sequence[PipelineTurn]) -> dict[str, Any]:
-    """Expected figures and, if there are turns, the measured figures of the fastest turn."""
+    """Predicted figures and, if there are measurements, the figures of the shortest measured step."""
     plan = work.expected()
     expected = figures(plan)
     result: dict[str, Any] = {"ideal_bubble": expected.ideal_bubble, "expected": _of(expected)}
@@ -181,7 +189,7 @@ def _show(
         console.print(f"{picture}\n", markup=False)
     console.print(_table(work, result))
     for other in others:
-        # Expected and, if measured in turn with the other schedule, measured.
+        # The expected figure and, if there is one, the measured figure.
         names = [name for name in ("expected", "measured") if name in other]
         bubble = " / ".join(f"{other[name]['bubble']:.1%}" for name in names)
         step = " / ".join(f"{1e3 * other[name]['step_s']:.1f}" for name in names)

@@ -1,4 +1,7 @@
-"""Rank of `nxtrain bench pipeline`: the executor that training uses, on chunks that sleep, or keep a device busy."""
+"""Rank process of `nxtrain bench pipeline`: training's pipeline executor with stages that only take time.
+
+The stages sleep on CPUs. On a device they multiply matrices.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +30,17 @@ from nxtrain.tools.bench.train import SHAPE
 PATIENCE_S = 60.0
 
 Occupy: TypeAlias = Callable[[float], None]
-"""Function that takes so many seconds: it sleeps, or queues work of a device."""
+"""Function that takes a given number of seconds, by sleeping or by queuing device operations."""
 
 WIDTH, MEASURED = 4096, 20
-"""Rows and columns of the matrices that occupy a device, and products by which their time is measured."""
+"""Rows and columns of the matrices that keep a device busy, and number of products in the calibration."""
 
 
 def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Turn of a rank in a worker process, by the executor that training uses.
+    """Make the function that measures one pipeline step on one rank, in a worker process.
 
-    A turn measures begin and end of each action, and the bytes sent.
+    The function runs the step with training's pipeline executor. It returns begin and end of each action, and the bytes
+    sent.
     """
     work = StageWork(**job)
     torch.set_num_threads(1)
@@ -63,7 +67,7 @@ def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, An
         actions.append((action, begin, moments.mark()))
 
     class Counted:
-        """Collectives that count the bytes sent."""
+        """Wrapper of the collectives that counts the bytes sent."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(backend.collectives, name)
@@ -98,7 +102,7 @@ def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, An
 
 
 class _Chunks(nn.Module):
-    """Model of one rank: equal chunks, the first without embedding, the last without head."""
+    """Model of one rank: equal pipeline chunks without embedding and without LM head."""
 
     def __init__(self, chunks: Mapping[str, nn.Module], blank: Tensor) -> None:
         super().__init__()
@@ -117,7 +121,10 @@ class _Chunks(nn.Module):
 
 
 class _BusyProducts:
-    """Products of matrices that occupy a device for some seconds, at the speed that a first measurement found."""
+    """Callable that keeps a device busy for a number of seconds with matrix products.
+
+    The number of products comes from a calibration when the object is made.
+    """
 
     def __init__(self, clocks: Clocks) -> None:
         self._matrix = torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16, device=clocks.device)
@@ -137,7 +144,10 @@ class _BusyProducts:
 
 
 class _BusyChunk(SplitBackward):
-    """Chunk that takes its time and changes nothing; each part of a split backward takes half of the time."""
+    """Pipeline chunk that returns its input after a fixed time.
+
+    A backward takes `BACKWARD` times as long as a forward. If the backward is split, each of its two parts takes half.
+    """
 
     def __init__(self, forward_s: float, occupy: Occupy) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Speed of two ranks in each layout, next to one rank and next to two independent runs at once, in turns.
+"""Benchmark of two ranks in each parallel layout, compared with one rank and with two independent runs.
 
-Two independent runs at once show the most that a machine can give. They share memory and clock, and wait for no
-other rank. Each rank is a process of one thread. Two ranks train on twice the sequences of one, whatever the
-layout.
+The measurements alternate in rounds. Two independent runs at the same time show the most that a machine can give. They
+share memory bandwidth and clock frequency, and do not communicate. Each rank is a process with one thread. Two ranks
+train on twice as many sequences as one rank, in every layout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1": {"shard": "zero1"},
     "pp2": {"pp": 2},
 }
-"""Table [parallel] of two ranks."""
+"""Table `[parallel]` of each two-rank layout, by the layout's name."""
 
 RANKS = 2
 
@@ -39,7 +39,12 @@ RANKS = 2
 def bench_scaling(
     *, work: Workload, layouts: Sequence[str], rounds: int, as_json: bool, chart: Path | None = None
 ) -> None:
-    """Measure the speed of each layout, by default of all, and print the results."""
+    """Measure the training speed of two ranks in each layout, and print the results.
+
+    Args:
+        layouts: Names from `LAYOUTS`; empty: all.
+        chart: SVG file for a bar chart of the results; None: no chart.
+    """
     check_chart(chart)
     harness.refuse_unknown("--layouts", "layout", layouts, LAYOUTS)
     names = list(layouts or LAYOUTS)
@@ -61,7 +66,10 @@ def bench_scaling(
 
 
 def turns(layout: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Turns of a rank of a layout by request, in a worker process; each has the seconds of waits for the other rank."""
+    """Make the functions that measure one rank of a layout in a worker process, keyed by request.
+
+    A timed measurement also has the seconds that the rank waited for the other rank.
+    """
     import torch
 
     from nxtrain.backends import open_backend
@@ -87,7 +95,11 @@ def turns(layout: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[st
 def measure(
     work: Workload, names: Sequence[str], rounds: int
 ) -> tuple[dict[str, list[list[dict[str, Any]]]], dict[str, Any]]:
-    """Turns of the processes of each measurement, and the parts of a step of rank 0 in each layout."""
+    """Measure the training speed of each two-rank layout, of one rank, and of two independent runs.
+
+    Returns:
+        Measurements of all processes in every round, by name; breakdown of one step of rank 0, by layout.
+    """
     job = asdict(work)
     with ExitStack() as stack:
         alone = start_ranks(stack, "scaling", ONE, job, copies=RANKS)
@@ -104,7 +116,7 @@ def measure(
 
 
 def summarize(measured: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], tokens: int) -> dict[str, Any]:
-    """Tokens per second by wall time, CPU seconds per token, and both over those of two independent runs."""
+    """Tokens per second of wall time and CPU seconds per token, and their ratios to two independent runs."""
     wall: dict[str, list[float]] = {}
     cpu: dict[str, list[float]] = {}
     rows = []
@@ -113,7 +125,7 @@ def summarize(measured: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]], tok
         cpu[name] = []
         waited = []
         for processes in rounds:
-            # Independent runs end on their own; ranks of a layout end together, and the slower counts.
+            # The speeds of independent runs add up. Ranks of a layout end together, so the slower rank counts.
             if name in (ONE, TWO):
                 wall[name].append(sum(tokens / one["wall"] for one in processes))
             else:

@@ -1,7 +1,7 @@
-"""torchtitan as a peer of `nxtrain bench train`: its Llama with AMP, compiled blocks and fused AdamW.
+"""Training step of torchtitan's Llama for `nxtrain bench train`, with AMP, compiled blocks and fused AdamW.
 
-torchtitan's own trainer asks for document masks, which plain causal attention does not need. Here its model
-uses `scaled_dot_product_attention`, which torchtitan has for other models. Verified with torchtitan 0.3.0.
+torchtitan's own trainer needs document masks, which plain causal attention does not. So its model uses
+`scaled_dot_product_attention` here, which torchtitan has for other models. Verified with torchtitan 0.3.0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from nxtrain.tools.bench.training import CLIP, LR, Step, batch, hf_config
 
 
 def titan_step(work: Workload, clocks: Clocks) -> Step:
-    """Step of torchtitan's model; parameters are float32, products bfloat16 by AMP."""
+    """Make a function that runs one training step of torchtitan's model.
+
+    Parameters are float32. With `bf16`, matrix products are bfloat16 by AMP.
+    """
     from torchtitan.components.loss import cross_entropy_loss
 
     torch.manual_seed(0)

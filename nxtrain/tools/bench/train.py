@@ -1,6 +1,6 @@
-"""Training speed of nxtrain and of its peers, and of the matrix products that bound all of them.
+"""`nxtrain bench train`: training speed of nxtrain, transformers and torchtitan, and peak speed of matrix products.
 
-Every candidate gets the same shapes, data, clipping and precision, and the same allocator settings.
+All implementations get the same shapes, data, clipping, precision and allocator settings.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHAPE = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
-"""A Llama of 56 million parameters."""
+"""Shape of a Llama model with 56 million parameters."""
 
 OURS, COMPILED = "nxtrain", "nxtrain_compiled"
 PEER_DEFAULT = "transformers_default"
@@ -44,19 +44,19 @@ TITAN = "torchtitan"
 PEAK = "gemm"
 
 ON_HOST = ("cpu", "xla")
-"""Backends that compute in the host's memory, which holds all candidates at once."""
+"""Backends that compute in host memory, where all candidates fit at the same time."""
 
-BREAKDOWN = "breakdown"  # request for the parts of a step
+BREAKDOWN = "breakdown"  # request for the breakdown of a step by kinds of operations
 
 CLOCKS = {"device": "the device's clock", "cpu": "CPU time", "wall": "wall time"}
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Implementation that is measured."""
+    """Training implementation that the benchmark can measure."""
 
     text: str
-    package: str = ""  # package that it needs, "" for none
+    package: str = ""  # package that the implementation needs; empty: none
     compiled: bool = False  # the model goes through torch.compile
 
 
@@ -70,12 +70,15 @@ CANDIDATES = {
 }
 
 MFU_FORMULA = "tokens/s * 6 * (matmul parameters + layers * heads * head size * seq_len) / peak; causal attention"
-"""As Korthikanti et al. 2022 (arXiv:2205.05198), with the causal half of the attention."""
+"""Formula of the model FLOPs utilization (MFU), printed below the results.
+
+It follows Korthikanti et al. 2022 (arXiv:2205.05198), with the causal half of the attention.
+"""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Workload that every implementation computes."""
+    """Training workload that every candidate runs."""
 
     steps: int  # updates per round and implementation
     batch: int  # sequences per update
@@ -90,12 +93,17 @@ class Workload:
 
     @property
     def model(self) -> ModelConfig:
-        """Shape of the model."""
+        """Model configuration of the workload's family, from `shape`."""
         return find_family(self.family).config_type.model_validate(self.shape)
 
 
 def bench_train(*, work: Workload, candidates: Sequence[str], rounds: int, chart: Path | None, as_json: bool) -> None:
-    """Measure the training speed of each candidate, by default of all that are installed, and print the results."""
+    """Measure the training speed of each candidate and print the results.
+
+    Args:
+        candidates: Names from `CANDIDATES`; empty: all that are installed.
+        chart: SVG file for a bar chart of the speed ratios; None: no chart.
+    """
     check_chart(chart)
     has_experts = find_family(work.family).dimensions(work.model).mixture is not None
     names, left_out = choose_candidates(candidates, work.backend, work.family, has_experts=has_experts)
@@ -124,7 +132,14 @@ def bench_train(*, work: Workload, candidates: Sequence[str], rounds: int, chart
 def choose_candidates(
     wanted: Sequence[str], backend: str, family: str = "llama", *, has_experts: bool = False
 ) -> tuple[list[str], dict[str, str]]:
-    """Candidates to measure, and those that are left out, each with the reason."""
+    """Choose the candidates to measure.
+
+    Returns:
+        Names of the candidates; the reason for each candidate that cannot be measured.
+
+    Raises:
+        BackendError: A candidate in `wanted` cannot be measured.
+    """
     harness.refuse_unknown("--candidates", "candidate", wanted, CANDIDATES)
     left_out = {}
     for name in wanted or CANDIDATES:
@@ -132,9 +147,9 @@ def choose_candidates(
         if candidate.package and find_spec(candidate.package) is None:
             left_out[name] = f"{candidate.package} is not installed"
         elif candidate.compiled and backend in ON_XLA:
-            left_out[name] = f"the backend {backend} records whole steps, and torch.compile has no part in it"
+            left_out[name] = f"the backend {backend} compiles whole steps itself, without torch.compile"
         elif candidate.package == "torchtitan" and family != "llama":
-            left_out[name] = f"its model is a Llama, not of {family}"
+            left_out[name] = f"its model is a Llama, not a model of the family {family}"
         elif name == COMPILED and has_experts:
             left_out[name] = "blocks with experts are not compiled"
     if wanted and left_out:
@@ -144,13 +159,16 @@ def choose_candidates(
 
 
 def check_backend(backend: str, *, eager: bool = False) -> str:
-    """Refuse a backend that does not exist or cannot run on this machine, by a BackendError.
+    """Check that a backend can run the benchmark on this machine.
 
     Args:
         eager: The backend must compute operations one by one.
 
     Returns:
         Number and name of the devices; empty for a CPU.
+
+    Raises:
+        BackendError: The backend does not exist, cannot run here, or is not eager although `eager` is set.
     """
     from nxtrain.backends import support
 
@@ -158,7 +176,9 @@ def check_backend(backend: str, *, eager: bool = False) -> str:
     if not supported.ok:
         raise BackendError(f"--backend {backend} cannot run here: {supported.reason}")
     if eager and backend in ON_XLA:
-        raise BackendError(f"--backend {backend} records graphs, of which single operations have no time; use another")
+        raise BackendError(
+            f"--backend {backend} compiles whole graphs, so single operations cannot be timed; use another backend"
+        )
     return "" if backend in ON_HOST else supported.reason
 
 
@@ -173,7 +193,12 @@ def workload(  # 8 arguments: one for each option
     backend: str = "cpu",
     stock: bool = False,
 ) -> Workload:
-    """Workload of the command's options; 0 threads: all cores. The preset may have its family before a slash."""
+    """Build the workload from the command's options.
+
+    Args:
+        preset: Name of a model preset, optionally `family/name`; empty: the model of `SHAPE`.
+        threads: Number of CPU threads; 0: all cores.
+    """
     shape: dict[str, Any] = {**SHAPE, "max_position_embeddings": seq_len}
     family, _, name = preset.rpartition("/")
     family = family or "llama"
@@ -185,13 +210,17 @@ def workload(  # 8 arguments: one for each option
 def measure(
     work: Workload, names: Sequence[str], rounds: int
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, dict[str, Any]]]:
-    """Turns of each candidate and of the matrix products, and the parts of nxtrain's own steps.
+    """Measure all candidates and the peak of matrix products, and break down one step of nxtrain.
 
-    On the host all are measured in turns. On a device one process after the other takes all its turns and ends.
+    On the host, the processes of all candidates run alternately. On a device, the process of each candidate ends before
+    the next starts.
+
+    Returns:
+        Measurements of every round by name; breakdown of one step by nxtrain's candidate names.
     """
     env = harness.environment(work.threads, work.backend)
     together = [[*names, PEAK]]
-    if work.backend not in ON_HOST:  # the states of all would not fit into the memory of a device
+    if work.backend not in ON_HOST:  # a device's memory cannot hold the states of all candidates
         together = [[name] for name in together[0]]
     measured: dict[str, list[dict[str, Any]]] = {}
     parts = {}
@@ -210,13 +239,13 @@ def measure(
 
 
 def _step_s(turns: Sequence[Mapping[str, Any]]) -> float:
-    """Median seconds of a step."""
+    """Median seconds of one training step over all rounds."""
     times_s: list[float] = [turn["step_s"] for turn in turns]
     return median(times_s)
 
 
 def summarize(measured: Mapping[str, Sequence[Mapping[str, Any]]], work: Workload) -> dict[str, Any]:
-    """Medians over rounds, ratios inside each round, and MFU by the peak of the same round."""
+    """Median training speeds over rounds, speed ratios inside each round, and MFU by the same round's peak."""
     flops = find_family(work.family).dimensions(work.model).flops_per_token(work.seq_len)
     names = [name for name in measured if name != PEAK]
     device = measured[names[0]][0]["device_type"]
@@ -258,9 +287,9 @@ def summarize(measured: Mapping[str, Sequence[Mapping[str, Any]]], work: Workloa
 
 
 def ratio_clock(device_type: str, threads: int, clocks: Sequence[str]) -> str:
-    """Clock of the ratios: the device's, the CPU time of one thread, or else wall.
+    """Choose the clock for speed ratios: the device's clock, the CPU time of one thread, or wall time.
 
-    CPU time is steadier than wall on a machine that others use. Of several threads it also counts those that wait.
+    CPU time varies less than wall time on a shared machine. With several threads it would also count threads that wait.
     """
     if "device" in clocks:
         return "device"

@@ -1,6 +1,7 @@
-"""Sides of `nxtrain bench train` and `nxtrain bench scaling`: nxtrain's own step, those of its peers, and the peak.
+"""Training steps that the benchmarks measure: nxtrain's own, those of its peers, and peak matrix products.
 
-Each computes the same model on the same data with the same clipping.
+`nxtrain bench train` and `nxtrain bench scaling` use them. All steps compute the same model on the same data with the
+same clipping.
 """
 
 from __future__ import annotations
@@ -43,16 +44,19 @@ PIPELINED = 8  # micro-batches of a pipeline's step, if its sequences can be so 
 
 HOST_PRODUCTS = ((2048, 512, 512), (2048, 512, 2816), (2048, 2048, 2048))
 DEVICE_PRODUCTS = ((8192, 8192, 8192), (8192, 4096, 14336))
-"""Rows, inner size and columns of the products that find the peak; the fastest counts."""
+"""Rows, inner size and columns of the matrix products that measure the peak FLOPs per second; the fastest counts."""
 
 REPEATS = 10
 
 QUEUED = 20
-"""Products of one measurement on a device with a queue: the host's start and read are a small share of the time."""
+"""Matrix products per measurement on a device with a queue.
+
+With so many products, the host's launch and read are a small share of the time.
+"""
 
 
 def turns(name: str, job: Mapping[str, Any]) -> dict[str, Turn]:
-    """Turns of a candidate of `bench train` by request, in a worker process."""
+    """Make the functions that measure one candidate of `bench train` in a worker process, keyed by request."""
     work = Workload(**job)
     torch.set_num_threads(work.threads)
     if name in (OURS, COMPILED):
@@ -68,7 +72,7 @@ def turns(name: str, job: Mapping[str, Any]) -> dict[str, Turn]:
         opened = open_backend(work.backend)
         clocks = clocks_of(opened)
     elif not work.stock_allocator:
-        keep_heap()  # peers get the allocator settings of our backend, and not the backend
+        keep_heap()  # peers get the allocator settings of nxtrain's CPU backend, but not the backend itself
     if name == PEAK:
         return {"": peak(clocks, dtype_of(work), on_host=work.backend in ON_HOST)}
     if name == TITAN:
@@ -83,14 +87,21 @@ def turns(name: str, job: Mapping[str, Any]) -> dict[str, Turn]:
 
 
 def dtype_of(work: Workload) -> torch.dtype:
-    """Type of weights and activations."""
+    """Dtype of the workload's weights and activations."""
     if work.precision == "bf16":
         return torch.bfloat16
     return torch.float32
 
 
 def batch(work: Workload, sequences: int = 0) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, (B, S) each, the same for every implementation; by default the workload's batch."""
+    """Make the batch of random token ids that every implementation trains on.
+
+    Args:
+        sequences: Number of sequences; 0: the workload's batch size.
+
+    Returns:
+        Inputs and targets, each (B, S).
+    """
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(0, work.shape["vocab_size"], (sequences or work.batch, work.seq_len + 1), generator=generator)
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
@@ -99,7 +110,13 @@ def batch(work: Workload, sequences: int = 0) -> tuple[Tensor, Tensor]:
 def ours(
     work: Workload, backend: Backend, *, compiled: bool = False, parallel: Mapping[str, Any] | None = None
 ) -> tuple[Step, TrainState]:
-    """nxtrain's own step, as `nxtrain train` runs it, and its state; the batch of the workload is that of each rank."""
+    """Make nxtrain's own training step, as `nxtrain train` runs it.
+
+    Each rank gets the batch size of the workload.
+
+    Returns:
+        The step function and its training state.
+    """
     degrees = dict(parallel or {})
     sequences = work.batch * backend.world
     per_replica = work.batch * degrees.get("tp", 1) * degrees.get("pp", 1)
@@ -127,7 +144,12 @@ def ours(
 
 
 def transformers_step(work: Workload, clocks: Clocks, *, fused: bool, compiled: bool) -> Step:
-    """Step of transformers' model as its documentation trains it, with torch's fused AdamW or AdamW's defaults."""
+    """Make a training step of transformers' model, as its documentation trains it.
+
+    Args:
+        fused: Use torch's fused AdamW; otherwise AdamW with default settings.
+        compiled: Compile the model with `torch.compile`.
+    """
     import transformers
 
     torch.manual_seed(0)
@@ -142,7 +164,7 @@ def transformers_step(work: Workload, clocks: Clocks, *, fused: bool, compiled: 
         forward = torch.compile(model, dynamic=False)
 
     def step() -> Tensor:
-        # `shift_labels` are targets as they stand, so both sides count the same tokens.
+        # `shift_labels` are used as targets unshifted, so all implementations count the same tokens.
         loss: Tensor = forward(input_ids=inputs, labels=targets, shift_labels=targets).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -154,14 +176,17 @@ def transformers_step(work: Workload, clocks: Clocks, *, fused: bool, compiled: 
 
 
 def hf_config(work: Workload) -> dict[str, Any]:
-    """The model's `config.json`, without the fields that name its class and type."""
+    """Fields of the model's Hugging Face `config.json`, without its class name and dtype."""
     dtype = str(dtype_of(work)).removeprefix("torch.")
     config = find_family(work.family).to_hf(work.model, dtype)
     return {name: value for name, value in config.items() if name not in {"architectures", "dtype", "torch_dtype"}}
 
 
 def peak(clocks: Clocks, dtype: torch.dtype, *, on_host: bool) -> Callable[[], dict[str, float]]:
-    """Turn that measures FLOPs per second by each clock, each the best of several matrix products."""
+    """Make a function that measures the peak FLOPs per second of matrix products.
+
+    The function returns the best of several products by each clock.
+    """
     shapes = HOST_PRODUCTS if on_host else DEVICE_PRODUCTS
     if on_host and not has_products(dtype):
         dtype = torch.float32
@@ -170,7 +195,7 @@ def peak(clocks: Clocks, dtype: torch.dtype, *, on_host: bool) -> Callable[[], d
         left = torch.randn(m, k, dtype=dtype, device=clocks.device)
         pairs.append((left, torch.randn(n, k, dtype=dtype, device=clocks.device)))
 
-    # A lazy device would compute equal products once.
+    # A lazy device would compute equal products only once.
     queued = QUEUED if clocks.has_events else 1
 
     def products(left: Tensor, right: Tensor) -> Tensor:
@@ -201,10 +226,12 @@ def timed(
     warm_up_steps: int = WARM_UP_STEPS,
     params: str = "bf16",
 ) -> Turn:
-    """Turn of several steps: seconds by clock, wall seconds of a step and of the process's first, and the last loss.
+    """Make a function that times several training steps.
 
-    The first turn warms up, for which a lazy device and some compilers need a second and a third step. Later turns
-    queue their steps, and read the last loss alone, as training reads once in `metrics.log_every` steps.
+    The function returns the seconds by each clock and the last loss. It also returns the wall seconds per step, and
+    those of the process's first step. The first measurement warms up, since lazy devices and some compilers need a
+    second and a third step. Later measurements queue their steps and read only the last loss, as training reads once in
+    `metrics.log_every` steps.
     """
     first_s: list[float] = []
 
@@ -226,7 +253,7 @@ def timed(
                 last = run()
             loss = clocks.read(last)
         if not math.isfinite(loss):
-            raise BackendError(f"the loss is {loss}, so these steps are no training; see --precision")
+            raise BackendError(f"the loss is {loss}, which is not finite; use another --precision")
         step_s = seconds["wall"] / number
         measured: dict[str, Any] = {**seconds, "step_s": step_s, "first_step_s": first_s[0], "loss": loss}
         measured["device_type"] = clocks.device.type  # `device` is a clock
@@ -238,7 +265,7 @@ def timed(
 
 
 def parts(step: Step, state: TrainState, backend: Backend) -> Turn:
-    """Turn that profiles one step."""
+    """Make a function that profiles one training step, and breaks its time down by kinds of operations."""
     read = clocks_of(backend).read
 
     def turn() -> dict[str, Any]:
@@ -257,7 +284,7 @@ def parts(step: Step, state: TrainState, backend: Backend) -> Turn:
 
 @contextmanager
 def waits_marked() -> Iterator[None]:
-    """Mark waits for other ranks in profiles, and the start of operations in shared memory."""
+    """Mark waits for other ranks and the starts of shared-memory collectives in profiles, inside this context."""
     marks: list[torch.profiler.record_function] = []
 
     def mark(begins: bool) -> None:

@@ -1,6 +1,8 @@
-"""Host cost of PyTorch/XLA: time to record, hash and launch nxtrain's and transformers' steps, and to trace a rank.
+"""`nxtrain bench xla`: host time of PyTorch/XLA per training step, for nxtrain and transformers.
 
-The model is narrow, so its computation takes almost no time, and deep, since the cost grows with the operations.
+Host time is the time to record, hash and launch the graphs. The benchmark also measures the time to trace one rank of a
+large world. The model is narrow, so that its computation takes almost no time. It is deep, since the host time grows
+with the number of operations.
 """
 
 from __future__ import annotations
@@ -33,23 +35,23 @@ from nxtrain.train.device_batch import DeviceBatch
 from nxtrain.train.step import train_step
 
 TRACE = "trace"
-WORLD, TP = 4096, 8  # the world that a rank is traced in
+WORLD, TP = 4096, 8  # world size and tensor parallel degree of the traced rank
 
 LR, CLIP = 1e-4, 1.0
 
 
 @dataclass(frozen=True)
 class LazyWorkload:
-    """Workload that every implementation records."""
+    """Model depth, micro-batches and steps that every implementation runs."""
 
     layers: int
     micro_batches: int
-    steps: int  # steps of each turn
+    steps: int  # steps of each measurement
     seq_len: int = 32  # tokens per sequence; each micro-batch is one
 
     @property
     def shape(self) -> dict[str, Any]:
-        """The model, under Hugging Face's names."""
+        """Model configuration under Hugging Face's field names."""
         return {
             "vocab_size": 512,
             "hidden_size": 64,
@@ -62,7 +64,7 @@ class LazyWorkload:
 
 
 def bench_xla(*, layers: int, micro_batches: int, rounds: int, steps: int, as_json: bool) -> None:
-    """Measure the host cost of each implementation and print the results."""
+    """Measure the host time per step of nxtrain and transformers, and print the results."""
     for package in ("torch_xla", "transformers"):
         if find_spec(package) is None:
             raise BackendError(
@@ -80,7 +82,7 @@ def bench_xla(*, layers: int, micro_batches: int, rounds: int, steps: int, as_js
 
 
 def summarize(measured: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Medians over rounds: seconds per step of both implementations, and seconds to trace a rank."""
+    """Medians over rounds: host milliseconds per step of both implementations, seconds to trace one rank."""
     ratios = [peer / ours for ours, peer in zip(measured[OURS], measured[PEER], strict=True)]
     return {
         **{name: {"host_ms_per_step": 1e3 * median(measured[name])} for name in (OURS, PEER)},
@@ -101,13 +103,13 @@ def _table(result: Mapping[str, Any]) -> Table:
 
 
 def turns(name: str, job: Mapping[str, Any]) -> dict[str, Callable[[], float]]:
-    """Turn of an implementation in a worker process, which returns seconds."""
+    """Make the function that measures one implementation in a worker process and returns seconds."""
     sides = {OURS: ours, PEER: peer, TRACE: trace_a_rank}
     return {"": sides[name](LazyWorkload(**job))}
 
 
 def ours(work: LazyWorkload) -> Callable[[], float]:
-    """Function that runs nxtrain's own step, as `nxtrain train` does, and returns seconds per step."""
+    """Make a function that runs nxtrain's training steps as `nxtrain train` does, and returns host seconds per step."""
     plan = _plan(work)
     backend = open_backend("xla")
     mesh = Mesh.build(1, 0)
@@ -124,7 +126,10 @@ def ours(work: LazyWorkload) -> Callable[[], float]:
 
 
 def peer(work: LazyWorkload) -> Callable[[], float]:
-    """transformers' model as PyTorch/XLA's documentation trains one: a cut per micro-batch, torch's AdamW."""
+    """Make a function that runs transformers' training steps, and returns host seconds per step.
+
+    The steps follow PyTorch/XLA's documentation: one graph per micro-batch, and torch's AdamW.
+    """
     import transformers
 
     backend = open_backend("xla")
@@ -153,7 +158,7 @@ def peer(work: LazyWorkload) -> Callable[[], float]:
 
 
 def trace_a_rank(work: LazyWorkload) -> Callable[[], float]:
-    """Time the trace that `nxtrain graphs` makes of one rank, in seconds."""
+    """Make a function that returns the seconds of tracing one rank, as `nxtrain graphs` does."""
     from nxtrain.tools.trace.trace import trace
 
     plan = _plan(work, parallel={"tp": TP, "sequence_parallel": True})
@@ -182,7 +187,10 @@ def _rows(work: LazyWorkload) -> Tensor:
 
 
 def _timed(step: Callable[[], Tensor], backend: Backend, steps: int) -> Callable[[], float]:
-    """Function that returns host seconds per step, without the device's computation, which ends between steps."""
+    """Make a function that returns the host seconds per training step.
+
+    The device's computation ends between steps and is not timed.
+    """
 
     def turn() -> float:
         total = 0.0

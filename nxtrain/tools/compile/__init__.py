@@ -1,4 +1,4 @@
-"""Compiled graphs of a node: cache, transfer between nodes, manifest.
+"""Compiled graphs of a node: compile cache, manifest, and transfer between nodes.
 
-Data about files only: neither torch nor a compiler is imported here.
+These modules handle files only. They import neither torch nor a compiler.
 """

@@ -1,9 +1,9 @@
-"""Folder of compiled graphs: its entries, and atomic changes that survive kills and concurrent processes.
+"""Compile cache: a folder of compiled graphs, with changes that are atomic under kills and concurrent processes.
 
-Entries appear and disappear by one rename each. A process that removes or replaces an entry holds the entry's lock as
-the compiler does, so the compiler waits. nxtrain's changes to one cache are serialized by a mutex, a lock of the kernel
-that ends with its process. Work in progress is in folders of `.nxtrain`, each locked by its process, and swept later if
-the process was killed.
+An entry appears or disappears by one rename. A process that removes or replaces an entry holds the entry's lock as the
+compiler does, so the compiler waits. A mutex serializes nxtrain's changes to one cache. It is a kernel lock, which the
+kernel releases when its process ends. Unfinished files are in folders below `.nxtrain`, each locked by its process. If
+the process was killed, a later sweep deletes its folder.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from nxtrain.tools.compile.module_folders import GRACE_S, ModuleFolders
 from nxtrain.tools.compile.neff_files import NeffFiles
 
 OWN = ".nxtrain"
-"""nxtrain's own folder in a cache; the compiler's folders begin with `neuronxcc-`."""
+"""Folder with nxtrain's own files in a cache; the compiler's folders begin with `neuronxcc-`."""
 
 
 class UnusableEntryError(Exception):
-    """Error of an entry that is damaged or changed during the copy; the message names the reason."""
+    """Error for a cache entry that is damaged or changed during a copy; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class EntryVerdict:
-    """Result of the verification of one entry."""
+    """Result of verifying one cache entry against the stored hashes of its files."""
 
     key: CacheKey
     damage: str
@@ -50,9 +50,11 @@ class EntryVerdict:
 
 
 class Cache:
-    """Folder of compiled graphs, of one node or shared; created with the first entry.
+    """Folder of compiled graphs, used by one node or shared by several; created with the first entry.
 
-    Within `grace_s` seconds of the last write to an entry, a lock without a process counts as live.
+    Args:
+        root: Path of the folder.
+        grace_s: Seconds after the last write to an entry during which a lock without a process counts as live.
     """
 
     def __init__(self, root: Path, *, grace_s: float = GRACE_S) -> None:
@@ -65,44 +67,52 @@ class Cache:
         return str(self.root)
 
     def layout(self, compiler: str) -> CacheLayout:
-        """CacheLayout of the graphs of a compiler, the first part of their keys."""
+        """File layout of the entries of one compiler.
+
+        Args:
+            compiler: First part of the entries' keys.
+        """
         if compiler == NEFF_FOLDER:
             return self._neffs
         return self._folders
 
     def entries(self) -> list[Entry]:
-        """Entries, sorted by name."""
+        """All entries of the cache, sorted by name."""
         return [*self._neffs.scan(self.root), *self._folders.scan(self.root)]
 
     def entry(self, key: CacheKey) -> Entry | None:
-        """Entry of a key; None if the cache lacks it."""
+        """Look up the entry of a key; None if the cache has no such entry."""
         layout = self.layout(key.compiler)
         return layout.look(layout.path(key), key)
 
     def done(self) -> set[CacheKey]:
-        """Keys of the entries that a run can load."""
+        """Keys of the completely compiled entries, which a run can load."""
         return {entry.key for entry in self.entries() if entry.state is EntryState.DONE}
 
     def size_bytes(self, key: CacheKey) -> int:
-        """Size of an entry in bytes; 0 if the cache lacks it."""
+        """Size of an entry in bytes; 0 if the cache has no such entry."""
         entry = self.entry(key)
         if entry is None:
             return 0
         return entry.size_bytes
 
     def quarantined(self) -> list[Entry]:
-        """Entries in the quarantine, under their original names."""
+        """Entries in the cache's quarantine, under their original names."""
         folder = self._own / "quarantine"
         return [*self._neffs.scan(folder), *self._folders.scan(folder)]
 
     def mark_used(self, keys: Iterable[CacheKey]) -> None:
-        """Mark entries as used by a run, so they are evicted last."""
+        """Update the time of last use of entries, so that other entries are evicted first."""
         for key in keys:
             with suppress(FileNotFoundError):
                 os.utime(self.root / key.compiler / key.module)
 
     def fetch(self, key: CacheKey, target: Path) -> Seal:
-        """Copy the files of a done entry."""
+        """Copy the files of a completely compiled entry into a folder, and return their hashes.
+
+        Raises:
+            UnusableEntryError: The entry is damaged, or was changed or removed during the copy.
+        """
         layout = self.layout(key.compiler)
         try:
             seal = layout.read_seal(key)
@@ -112,9 +122,9 @@ class Cache:
             entry = self.entry(key)
             is_done = entry is not None and entry.state is EntryState.DONE
             if not is_done or _fingerprint(layout.files(key)) != before:
-                raise UnusableEntryError("it changed while it was read")
+                raise UnusableEntryError("the cache entry changed while it was copied")
         except FileNotFoundError as error:
-            raise UnusableEntryError("it was taken away while it was read") from error
+            raise UnusableEntryError("the cache entry was removed while it was copied") from error
         damaged = damage(seal, copied)
         if damaged:
             raise UnusableEntryError(f"damaged: {damaged}")
@@ -122,11 +132,14 @@ class Cache:
 
     @contextmanager
     def staging(self) -> Iterator[Path]:
-        """Empty folder on the cache's own disk, deleted after the context, or by `sweep` after a kill."""
+        """Create an empty folder on the cache's own disk, deleted when the context ends.
+
+        If the process is killed, `sweep` deletes the folder.
+        """
         folder = self._own / "staging" / uuid.uuid4().hex
         files = folder / "files"
         with ExitStack() as held:
-            with self._alone():  # so that `sweep` meets no folder before it is locked
+            with self._alone():  # so that `sweep` finds no folder before it is locked
                 files.mkdir(parents=True)
                 lock = held.enter_context((folder / "lock").open("w"))
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -136,7 +149,11 @@ class Cache:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def store(self, key: CacheKey, folder: Path, seal: Seal) -> bool:
-        """Add an entry from a folder of `staging`, whole or not at all; False if it is present or under work."""
+        """Add an entry to the cache atomically, from files in a folder of `staging`.
+
+        Returns:
+            False if the entry is already compiled, or if another process has locked it.
+        """
         layout = self.layout(key.compiler)
         target = layout.path(key)
         with self._changing() as trash:
@@ -149,7 +166,13 @@ class Cache:
             return layout.publish(folder, key, seal)
 
     def verify(self, only: Collection[CacheKey] | None = None) -> Iterator[EntryVerdict]:
-        """Verify done entries, or `only` some, against their seals; damaged ones are quarantined, others sealed."""
+        """Verify the files of completely compiled entries against their stored hashes.
+
+        Damaged entries are quarantined. Hashes are stored for entries that have none.
+
+        Args:
+            only: Keys of the entries to verify; None: all done entries.
+        """
         for key in sorted(key for key in self.done() if only is None or key in only):
             layout = self.layout(key.compiler)
             with suppress(FileNotFoundError):  # evicted meanwhile
@@ -168,7 +191,7 @@ class Cache:
                 yield EntryVerdict(key, damaged, seal is None)
 
     def break_locks(self) -> list[CacheKey]:
-        """Remove the locks of processes that are gone; return the keys of the entries that were locked."""
+        """Remove locks whose process has ended, and return the keys of the entries that were locked."""
         with self._alone():
             stale = [entry for entry in self.entries() if entry.state is EntryState.STALE]
             for entry in stale:
@@ -176,18 +199,21 @@ class Cache:
         return [entry.key for entry in stale]
 
     def disown(self, key: CacheKey) -> None:
-        """Give up an entry's locks, which count as stale from now on."""
+        """Mark an entry's locks as stale, so that other processes may break them."""
         layout = self.layout(key.compiler)
         layout.disown(layout.path(key))
 
     def quarantine_failed(self) -> list[CacheKey]:
-        """Quarantine failed entries, so that the compiler tries them again; return their keys."""
+        """Quarantine entries whose compilation failed, so that the compiler tries them again; return their keys."""
         with self._changing() as trash:
             failed = [entry.key for entry in self.entries() if entry.state is EntryState.FAILED]
             return self._quarantine(failed, trash)
 
     def evict(self, max_bytes: int) -> list[CacheKey]:
-        """Evict the quarantine, then the least recently used entries; locked ones stay. Return the removed keys."""
+        """Delete entries until the cache is at most `max_bytes` large, and return their keys.
+
+        Quarantined entries are deleted first, then the least recently used ones. Locked entries are kept.
+        """
         removed: list[CacheKey] = []
         with self._changing() as trash:
             quarantined, entries = self.quarantined(), self.entries()
@@ -203,7 +229,7 @@ class Cache:
         return removed
 
     def sweep(self) -> None:
-        """Delete the remains of killed processes."""
+        """Delete staging folders of processes that were killed."""
         with self._alone():
             for folder in (self._own / "staging").glob("*"):
                 with suppress(BlockingIOError, FileNotFoundError), (folder / "lock").open("w") as lock:
@@ -211,7 +237,10 @@ class Cache:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def _quarantine(self, keys: Sequence[CacheKey], trash: Path) -> list[CacheKey]:
-        """Move entries to the quarantine; earlier entries of the same names there go to the trash."""
+        """Move entries to the quarantine, and return the keys of the moved entries.
+
+        Older entries of the same names there are moved to the folder `trash`.
+        """
         moved = []
         for number, key in enumerate(keys):
             target = self._own / "quarantine" / key.compiler / key.module
@@ -224,13 +253,19 @@ class Cache:
 
     @contextmanager
     def _changing(self) -> Iterator[Path]:
-        """Hold the mutex; yields an empty folder for removed entries, deleted after the mutex is released."""
+        """Hold the mutex, and yield an empty folder for removed entries.
+
+        The folder is deleted after the mutex is released.
+        """
         with self.staging() as trash, self._alone():
             yield trash
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Exclude other nxtrain processes from changing this cache, at most until this process ends."""
+        """Hold the mutex that excludes other nxtrain processes from changing this cache.
+
+        The kernel releases the mutex when this process ends.
+        """
         self._own.mkdir(parents=True, exist_ok=True)
         with (self._own / "mutex").open("w") as file:
             try:
@@ -244,6 +279,6 @@ class Cache:
 
 
 def _fingerprint(files: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of an entry's files."""
+    """Name, size in bytes and modification time in nanoseconds of each of an entry's files."""
     stats = {path.name: path.stat() for path in files}
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]

@@ -1,4 +1,4 @@
-"""Commands `nxtrain cache ls|verify|sync|clean`: results go to standard output, progress to standard error."""
+"""Commands `nxtrain cache ls|verify|sync|clean`; they print results to standard output, progress to standard error."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _COLORS = {
 }
 _GIB = 1 << 30
 _SHOWN = 3
-"""Most names of a folder that a message lists."""
+"""Maximum number of file names of a folder in an error message."""
 
 
 def ls(where: str | None, as_json: bool) -> None:
-    """Print every entry of a cache with its state."""
+    """Print every entry of a compile cache with its state."""
     cache = _cache(where)
     with _explained(cache):
         entries, quarantined = cache.entries(), cache.quarantined()
@@ -82,7 +82,7 @@ def ls(where: str | None, as_json: bool) -> None:
 
 
 def verify(where: str | None) -> None:
-    """Verify the hashes of every done entry."""
+    """Verify the hashes of every compiled entry in a cache, and print the results."""
     cache = _cache(where)
     with _explained(cache):
         verdicts = []
@@ -99,13 +99,13 @@ def verify(where: str | None) -> None:
     print(f"{len(verdicts) - damaged - new} as they were sealed, {new} hashed for the first time, {damaged} damaged")
     if damaged:
         raise BackendError(
-            f"{damaged} of {len(verdicts)} entries of {cache} were damaged, and are in its quarantine now; "
-            "precompile again, or fetch them with: nxtrain cache sync"
+            f"{damaged} of {len(verdicts)} entries of {cache} were damaged, and are in the cache's quarantine now; "
+            "compile them again, or copy them from another cache: nxtrain cache sync SRC DST"
         )
 
 
 def sync_caches(source: str, target: str) -> None:
-    """Copy the done entries that the target lacks, with progress on a terminal."""
+    """Copy compiled entries that the target cache lacks, and show progress on a terminal."""
     source_cache = _location(source)
     target_cache = _location(target)
     with _explained(target_cache), Progress("comparing", on_terminals_only=True) as progress:
@@ -122,13 +122,21 @@ def sync_caches(source: str, target: str) -> None:
     if report.unusable:
         lines = [f"    {key}: {reason}" for key, reason in report.unusable.items()]
         raise BackendError(
-            f"{len(report.unusable)} entries of {source_cache} were not taken:\n" + "\n".join(lines) + "\n"
-            "    sync again if they were changing; if they are damaged, delete them there and publish them anew"
+            f"{len(report.unusable)} entries of {source_cache} could not be copied:\n" + "\n".join(lines) + "\n"
+            "    for an entry that changed or was removed: sync again; for a damaged entry: delete it in the source, "
+            "and copy or compile it there again"
         )
 
 
 def clean(where: str | None, max_gib: float | None, failed: bool, stale: bool) -> None:
-    """Clean a cache; without options, break stale locks and quarantine failed entries."""
+    """Clean a compile cache; without options, break stale locks and quarantine failed entries.
+
+    Args:
+        where: Folder or configuration file; None: the default cache.
+        max_gib: Evict entries until the cache has at most this size in GiB; None: evict nothing.
+        failed: Quarantine entries whose compilation failed.
+        stale: Break locks whose process has ended.
+    """
     cache = _cache(where)
     if not cache.root.is_dir():
         print(f"{cache} is not there yet: nothing is compiled")
@@ -163,18 +171,21 @@ def _cache(where: str | None) -> Cache:
     if where and is_bucket(where):
         raise ConfigError(f"{where} is a bucket; this command works on a folder. Fetch it: nxtrain cache sync SRC DST")
     folder = _folder(where)
-    # A run makes the folder of its configuration, so one that is not there is an empty cache.
+    # A run creates the cache folder of its configuration, so a missing folder is an empty cache.
     if not folder.is_dir() and not (where and where.endswith(".toml")):
         raise ConfigError(
-            f"{folder} is no folder; name a cache, or a configuration whose compile.cache_dir is one. "
-            "A cache is made by compiling, or by: nxtrain cache sync SRC DST"
+            f"{folder} is no folder; name the folder of a compile cache, or a configuration file. "
+            "nxtrain compile makes a cache, and so does: nxtrain cache sync SRC DST"
         )
     _refuse_other(folder)
     return Cache(folder)
 
 
 def _refuse_other(folder: Path) -> None:
-    """Refuse a folder of other files before anything is written there; an empty or absent folder may become a cache."""
+    """Refuse a folder with other files than a compile cache, before any file is written there.
+
+    An empty or missing folder may become a cache.
+    """
     if not folder.is_dir():
         return
     try:
@@ -189,7 +200,7 @@ def _refuse_other(folder: Path) -> None:
             shown += " and others"
         raise ConfigError(
             f"{folder} is no cache of compiled graphs: it holds {shown}, and neither neuronxcc-* nor "
-            f"{NEFF_FOLDER}; name a cache, a configuration whose compile.cache_dir is one, or an empty folder"
+            f"{NEFF_FOLDER}; name the folder of a compile cache, a configuration file, or an empty folder"
         )
 
 
@@ -204,13 +215,13 @@ def _folder(where: str | None) -> Path:
 
 @contextmanager
 def _explained(cache: CacheLocation) -> Iterator[None]:
-    """Raise errors of the file system as errors for the user."""
+    """Convert file system errors of this context into errors with a message for the user."""
     try:
         yield
     except OSError as error:
         raise BackendError(
-            f"{cache}: {error.strerror}: {error.filename}; entries that were not finished are left out, and no "
-            "entry is damaged"
+            f"{cache}: {error.strerror}: {error.filename}; unfinished entries were not stored, and no entry is "
+            "damaged; solve the cause and repeat the command"
         ) from error
 
 

@@ -1,4 +1,7 @@
-"""Compiler, flags and settings that decide the keys of a run's graphs, as far as known outside the compiler."""
+"""Inputs of the compile cache's keys for a run: compiler version, compiler flags, and settings that shape graphs.
+
+Some inputs are known to the compiler only.
+"""
 
 from __future__ import annotations
 
@@ -14,39 +17,41 @@ from nxtrain.tools.compile.manifest import Build
 
 FLAGS = "NEURON_CC_FLAGS"
 CACHE_FLAGS = ("--cache_dir", "--no_cache", "--retry_failed_compilation", "--log_level", "--dump", "--compile_workdir")
-"""Flags for the cache around the compiler, which no key depends on.
+"""Flags that control the compile cache and not the compiler, so that no cache key depends on them.
 
 Source: AWS Neuron documentation, "Neuron Persistent Cache", and the help of `neuron_parallel_compile`.
 """
 
 VARIABLES = ("NEURON_FUSE_SOFTMAX", "NEURON_CUSTOM_SILU", "XLA_DISABLE_FUNCTIONALIZATION")
-"""Environment variables under which torch-neuronx lowers the same step to other graphs."""
+"""Environment variables that change the graphs into which torch-neuronx lowers the same step."""
 
 NATIVE_VARIABLES = ("NEURON_COMPILER_OPT_LEVEL", "NEURON_LOGICAL_NC_CONFIG")
-"""Environment variables that are part of the keys of TorchNeuron's graphs."""
+"""Environment variables that are part of the cache keys of TorchNeuron's graphs."""
 
 COMPILERS = ("neuronx-cc", "nki")
-"""Packages that compile TorchNeuron's graphs."""
+"""Packages with the compilers of TorchNeuron's graphs."""
 
 PACKAGES = ("nxtrain", "torch", "torch-xla", "torch-neuronx", "neuronx-distributed")
-"""Packages whose version may change a graph while the settings stay equal."""
+"""Packages whose version can change a graph although all settings are equal."""
 
 _FREE = ("run", "cluster", "checkpoint", "compile", "data", "metrics", "model", "recovery")
-"""Sections that shape no graph; the model's shape stands for its section."""
+"""Configuration sections that no graph depends on; for `model`, the resolved model configuration counts."""
 _FREE_KEYS = {
     *("backend.name", "train.steps", "train.epochs", "train.eval_batches"),
     *(f"optim.{key}" for key in ScheduleConfig.model_fields),
 }
 _OPTIONAL = ("train.eval_every", "checkpoint.every", "recovery.vote_every")
-"""Intervals: a graph depends on whether there is one, and not on its length."""
+"""Interval settings of which a graph depends only on being set or not, never on the value."""
 
 
 def build_of(plan: Resolved, world: int, environ: Mapping[str, str], compiler: str = "") -> Build:
-    """Build of a run.
+    """Collect the inputs of the cache keys for a run.
 
     Args:
-        compiler: Folder of the compiler's version; empty if it is not known yet. TorchNeuron's files name no compiler,
-            so that there the versions of the compilers are settings.
+        world: Number of ranks.
+        environ: Environment variables of the run.
+        compiler: Folder name of the compiler's version; empty if unknown. TorchNeuron's files do not name a compiler,
+            so the compilers' versions become settings there.
     """
     given = values(plan.config)
     settings = {
@@ -80,7 +85,7 @@ def build_of(plan: Resolved, world: int, environ: Mapping[str, str], compiler: s
 
 
 def _flags(text: str) -> tuple[str, ...]:
-    """The compiler's own flags, in order; a value that follows its flag stays after it."""
+    """Compiler flags without the cache flags, in their order, each followed by its value."""
     flags: list[str] = []
     of_cache = False
     for token in shlex.split(text):

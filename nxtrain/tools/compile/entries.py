@@ -1,6 +1,7 @@
-"""Compiled graphs in a cache: keys, states, hashes of their files, and the interface of the two layouts.
+"""Entries of a compile cache: keys, states, file hashes, and the interface of the two file layouts.
 
-The seal of an entry has the hashes of its complete files. A damaged entry does not match its seal.
+The seal of an entry records size and SHA-256 of each of its files. If a file differs from its seal, the entry is
+damaged.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ DONE = "model.done"
 LOG = "model.log"
 LOCK = "model.hlo_module.pb.lock"
 SEAL = "nxtrain.json"
-"""nxtrain's own file in an entry, with the hashes of the other files."""
+"""Name of the file in which nxtrain stores the hashes of an entry's other files."""
 
 NEFF_FOLDER = "neff"
-"""Folder of TorchNeuron's graphs in a cache, and the first part of their keys."""
+"""Folder of TorchNeuron's compiled graphs in a cache, and the first part of their keys."""
 
 _NEFF_FILE = re.compile(r"(?:[\w+-][\w.+-]*/)*[\w+-][\w.+-]*\.neff")
 _COMPILER = re.compile(r"neuronxcc-[\w.+-]+")
@@ -33,26 +34,27 @@ _FILE = re.compile(r"[\w+-][\w.+-]*")
 
 
 class EntryState(str, enum.Enum):
-    """State of an entry."""
+    """State of one compiled graph in a cache."""
 
     DONE = "done"
-    """Compiled: a run loads it."""
+    """The graph is compiled, and a run can load it."""
     FAILED = "failed"
-    """Its compilation failed, and the compiler will not try again."""
+    """The compilation failed, and the compiler will not try the graph again."""
     LOCKED = "locked"
-    """A process works on it."""
+    """A process is compiling or moving the entry."""
     STALE = "stale"
-    """Locked by a process that is gone; a run that needs the entry waits without end."""
+    """The process that locked the entry has ended; a run that needs the entry would wait forever."""
     PENDING = "pending"
-    """A graph that is yet to be compiled."""
+    """The graph is not compiled yet."""
 
 
 class CacheKey(NamedTuple):
-    """Key of a compiled graph and its compiler.
+    """Key of a compiled graph in a cache, made of compiler version and graph name.
 
     Args:
         compiler: Folder of the compiler's version, `neuronxcc-<version>`; `neff` for a graph of TorchNeuron.
-        module: `MODULE_<graph>+<flags>`, the hashes of the graph and of the compiler's flags; or the name of the file.
+        module: `MODULE_<graph>+<flags>`, the hashes of the graph and of the compiler's flags. For a graph of
+            TorchNeuron, the name of its file.
     """
 
     compiler: str
@@ -64,7 +66,7 @@ class CacheKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """Snapshot of one entry of the cache.
+    """Snapshot of one entry of a compile cache.
 
     Args:
         folder: Folder of the entry; the file itself for a graph of TorchNeuron.
@@ -81,7 +83,11 @@ class Entry:
 
 
 def parse_key(text: str) -> CacheKey | None:
-    """Parse `compiler/module`; None if the text is not a key, such as a name that leads out of the cache."""
+    """Parse a cache key from the text `compiler/module`.
+
+    Returns:
+        None if the text is no key, such as a path that leads out of the cache.
+    """
     compiler, _, module = text.partition("/")
     if compiler == NEFF_FOLDER:
         is_key = bool(_NEFF_FILE.fullmatch(module))
@@ -93,12 +99,12 @@ def parse_key(text: str) -> CacheKey | None:
 
 
 def is_compiler(name: str) -> bool:
-    """True if a name is that of a folder of one compiler's graphs."""
+    """Return True if a folder name is that of one compiler version's graphs, `neuronxcc-<version>`."""
     return bool(_COMPILER.fullmatch(name))
 
 
 def is_content(name: str) -> bool:
-    """True if a file name belongs to the compiled files; locks, nxtrain's own files and paths do not."""
+    """Return True if a file name belongs to an entry's compiled files; locks and nxtrain's own files do not."""
     return bool(_FILE.fullmatch(name)) and name != SEAL and not name.endswith(".lock")
 
 
@@ -108,18 +114,18 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Content:
-    """Expected content of a file."""
+    """Expected size and SHA-256 hash of a file."""
 
     size_bytes: int
     sha256: str
 
 
 Seal = Mapping[str, Content]
-"""Every file of an entry, by name."""
+"""Size and hash of every file of a cache entry, by file name."""
 
 
 def hash_file(path: Path) -> Content:
-    """Hash a file."""
+    """Compute the size and the SHA-256 hash of a file."""
     digest, size = hashlib.sha256(), 0
     for piece in _pieces(path):
         digest.update(piece)
@@ -128,7 +134,7 @@ def hash_file(path: Path) -> Content:
 
 
 def copy_file(source: Path, target: Path) -> Content:
-    """Copy a file, wait until the disk holds it, and hash what was read."""
+    """Copy a file, sync the copy to disk, and return size and hash of the bytes read."""
     digest, size = hashlib.sha256(), 0
     with target.open("wb") as file:
         for piece in _pieces(source):
@@ -140,7 +146,7 @@ def copy_file(source: Path, target: Path) -> Content:
 
 
 def damage(seal: Seal | None, files: Seal) -> str:
-    """Differences of an entry's files from its seal as text; empty if there are none, or no seal."""
+    """Describe how an entry's files differ from the hashes in its seal; empty if equal or without a seal."""
     if seal is None:
         return ""
     differences = []
@@ -155,16 +161,20 @@ def damage(seal: Seal | None, files: Seal) -> str:
 
 
 def to_json(seal: Seal) -> dict[str, Any]:
-    """Seal in the types of JSON."""
+    """Convert a seal, the file hashes of a cache entry, to JSON types."""
     return {name: asdict(file) for name, file in seal.items()}
 
 
 def from_json(files: Any) -> Seal:
-    """Read a seal of a whole entry from the types of JSON; a ValueError for anything else."""
+    """Read a seal, the file hashes of a complete cache entry, from JSON types.
+
+    Raises:
+        ValueError: The value is not the seal of a complete entry.
+    """
     try:
         seal = {str(name): Content(int(file["size_bytes"]), str(file["sha256"])) for name, file in files.items()}
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError("no list of files") from error
+        raise ValueError("a cache entry's record needs size_bytes and sha256 of each file") from error
     for name in seal:
         if not is_content(name):
             raise ValueError(f"{name!r} is not a file of an entry")
@@ -177,7 +187,15 @@ def from_json(files: Any) -> Seal:
 
 
 def read_record(path: Path, compilation: str, identity: int) -> Seal | None:
-    """Read the seal in a file; None if the file is absent or damaged, or is of a compilation of another identity."""
+    """Read a seal, the file hashes of a cache entry, from a file.
+
+    Args:
+        compilation: Field of the record that identifies the compilation.
+        identity: Expected value of this field.
+
+    Returns:
+        None if the file is missing or damaged, or belongs to another compilation.
+    """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         if record[compilation] == identity:
@@ -188,10 +206,10 @@ def read_record(path: Path, compilation: str, identity: int) -> Seal | None:
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
-    """Read a file without changing its access time, where the system allows that."""
+    """Yield the bytes of a file in pieces, without changing its access time where the system allows that."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOATIME", 0))
-    except PermissionError:  # only its owner may read a file unseen
+    except PermissionError:  # only the owner of a file may use O_NOATIME
         descriptor = os.open(path, os.O_RDONLY)
     with open(descriptor, "rb") as file:
         piece = file.read(_PIECE_BYTES)
@@ -201,52 +219,66 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 class CacheLayout(ABC):
-    """Files of one lane's graphs in a cache."""
+    """Interface of a file layout of compiled graphs in a cache: PyTorch/XLA's folders or TorchNeuron's files."""
 
     patience_s = 0.0
-    """Seconds after which a graph that no process names counts as compiled by the run that watches."""
+    """Seconds after which a new graph whose compiler process is unknown counts as compiled by the watching run."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def path(self, key: CacheKey) -> Path:
-        """Path of an entry in the cache."""
+        """Path of the entry of a key in the cache."""
         return self.root / key.compiler / key.module
 
     @abstractmethod
     def scan(self, root: Path) -> Iterator[Entry]:
-        """Entries of the cache or of its quarantine, sorted; entries that vanish during the scan are left out."""
+        """Yield all entries below `root`, sorted by name.
+
+        Entries that vanish during the scan are skipped.
+
+        Args:
+            root: Folder of the cache or of its quarantine.
+        """
 
     @abstractmethod
     def look(self, path: Path, key: CacheKey) -> Entry | None:
-        """Entry at a path; None if there is none."""
+        """Read the entry at a path; None if there is no entry."""
 
     @abstractmethod
     def files(self, key: CacheKey) -> list[Path]:
-        """Compiled files of a done entry, sorted by name; a FileNotFoundError for any other."""
+        """Paths of the compiled files of a done entry, sorted by name.
+
+        Raises:
+            FileNotFoundError: The entry is missing or is not done.
+        """
 
     @abstractmethod
     def read_seal(self, key: CacheKey) -> Seal | None:
-        """Seal of a done entry; None if it has none, or one of an earlier compilation."""
+        """Read the seal (file hashes) of a done entry; None if missing or of an earlier compilation."""
 
     @abstractmethod
     def write_seal(self, key: CacheKey, seal: Seal) -> None:
-        """Write the seal of a complete entry atomically, without marking the entry as used."""
+        """Write the seal (file hashes) of a complete entry atomically, without updating its time of last use."""
 
     @abstractmethod
     def publish(self, staged: Path, key: CacheKey, seal: Seal) -> bool:
-        """Move a folder's files into the cache in one step; False if the entry's name is in use."""
+        """Move the staged files of an entry into the cache atomically; False if the entry exists already."""
 
     @abstractmethod
     def move(self, path: Path, key: CacheKey, target: Path) -> bool:
-        """Move an entry out of use; False if a process works on it, or if it is gone. The caller holds the mutex."""
+        """Move an entry out of the cache; the caller must hold the mutex.
+
+        Returns:
+            False if a process has locked the entry, or if the entry is gone.
+        """
 
     def unlock(self, path: Path) -> None:
         """Remove the stale locks of an entry."""
 
     def disown(self, path: Path) -> None:
-        """Give up the locks of an entry, which count as stale from now on."""
+        """Mark the locks of an entry as stale."""
 
     @abstractmethod
     def begun(self) -> Iterator[tuple[CacheKey, Hashable]]:
-        """Graphs on which compilers work, or have worked, each with the identity of that work."""
+        """Yield the graphs whose compilation has begun or ended, each with an identity of that compilation."""

@@ -1,12 +1,12 @@
-"""Manifest of the graphs compiled for a configuration, and reasons for a graph that a run misses.
+"""Manifest of the graphs compiled for a configuration, and explanation of graphs that are missing in it.
 
-A manifest is small and is kept with the code, by default as `compile_cache/manifests/<run.name>.json`. The compiler's
-key of a graph is `MODULE_<graph>+<flags>`, below the compiler's version: a run finds its graphs only if graph, flags
-and version are equal.
+A manifest is a small file that is kept with the code, by default `compile_cache/manifests/<run.name>.json`. The
+compiler's key of a graph is `MODULE_<graph>+<flags>`, below the compiler's version. So a run finds its graphs only if
+graph, flags and compiler version are equal.
 
-A machine that holds some pipeline stages only has a manifest for these, `<run.name>.stages-<stages>.json`. Machines
-with the same stages compile the same graphs and write the same file. Nobody has to merge files: the manifest is right
-on a shared folder, without the slow locks of network file systems, and on folders that no machine shares.
+A machine that holds only some pipeline stages has a manifest of these stages, `<run.name>.stages-<stages>.json`.
+Machines with the same stages compile the same graphs and write the same file. So manifests need no merging and no file
+locks, on shared folders as on local ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Setting = str | int | float | bool
 
 @dataclass(frozen=True)
 class Build:
-    """Inputs of the graphs' keys besides the code: compiler, ordered flags, and settings by dotted key."""
+    """Inputs of the graphs' cache keys besides the code: compiler, ordered flags, and settings by dotted key."""
 
     compiler: str
     flags: tuple[str, ...]
@@ -44,12 +44,12 @@ class Build:
 
 @dataclass(frozen=True)
 class CompiledGraph:
-    """One compiled graph.
+    """One compiled graph of a manifest.
 
     Args:
-        name: Work of the graph, such as `step 1 (training) #2`: the second new graph of that work.
+        name: Part of the run that uses the graph, with the graph's number in that part: `step 1 (training) #2`.
         module: `MODULE_<graph>+<flags>`.
-        seconds: Seconds of the compilation; None if the graph was compiled elsewhere.
+        seconds: Duration of the compilation in seconds; None if the graph was compiled elsewhere.
     """
 
     name: str
@@ -59,7 +59,10 @@ class CompiledGraph:
 
 @dataclass(frozen=True)
 class GraphManifest:
-    """The graphs that a run needs, all compiled by one build; `stages` is empty for all pipeline stages."""
+    """All graphs that a run needs, compiled with the same compiler, flags and settings.
+
+    `stages` lists the pipeline stages; it is empty for all stages.
+    """
 
     name: str
     build: Build
@@ -68,26 +71,30 @@ class GraphManifest:
 
     @property
     def keys(self) -> list[CacheKey]:
-        """Keys of the graphs, in their order."""
+        """Cache keys of the graphs, in the order of `graphs`."""
         return [CacheKey(self.build.compiler, graph.module) for graph in self.graphs]
 
     @property
     def words(self) -> str:
-        """Name of the manifest in messages."""
+        """Name of the manifest in messages, with its pipeline stages."""
         if not self.stages:
             return self.name
         return f"{self.name}, {stage_words(self.stages, self.build.settings['parallel.pp'])}"
 
 
 def stage_words(stages: Sequence[int], total: Setting) -> str:
-    """Pipeline stages as messages name them, such as `pipeline stages 0-3 of 8`."""
+    """Format pipeline stages for messages, such as `pipeline stages 0-3 of 8`."""
     if len(stages) > 1:
         return f"pipeline stages {spans(stages)} of {total}"
     return f"pipeline stage {spans(stages)} of {total}"
 
 
 def manifest_file(config: RunConfig, stages: Sequence[int] = ()) -> Path:
-    """Path of a run's manifest, which need not exist yet; `stages` is empty if a machine holds all of them."""
+    """Path of a run's manifest; the file need not exist yet.
+
+    Args:
+        stages: Pipeline stages of this machine; empty for all stages.
+    """
     file = Path(fill("compile.manifest", str(config.compile.manifest), {"name": config.run.name}))
     if not stages:
         return file
@@ -95,33 +102,37 @@ def manifest_file(config: RunConfig, stages: Sequence[int] = ()) -> Path:
 
 
 def other_manifests(config: RunConfig, file: Path) -> list[Path]:
-    """Manifests of a run for other stages than those of `file`, or for all stages."""
+    """Existing manifests of a run for other pipeline stages than those of `file`, or for all stages."""
     whole = manifest_file(config)
     files = {whole, *whole.parent.glob(f"{escape(whole.stem)}.stages-*{escape(whole.suffix)}")}
     return sorted(path for path in files - {file} if path.exists())
 
 
 def write_manifest(manifest: GraphManifest, path: Path) -> None:
-    """Write a manifest atomically and deterministically; nodes that share the folder may write at once."""
+    """Write a manifest atomically and deterministically, so that nodes with a shared folder can write at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {"version": _VERSION, **asdict(manifest)}
     replace_text(path, json.dumps(record, indent=2, sort_keys=True) + "\n", durable=False, shared=True)
 
 
 def read_manifest(path: Path) -> GraphManifest:
-    """Read a manifest."""
+    """Read a manifest file.
+
+    Raises:
+        ConfigError: The file is missing, damaged or of another version.
+    """
     try:
         record = json.loads(read_text(path))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; nxtrain compile writes it") from error
     except (RecursionError, ValueError) as error:
-        raise ConfigError(f"{path} is not valid JSON: {cause_of(error)}") from error
+        raise ConfigError(f"{path} is not valid JSON: {cause_of(error)}; run nxtrain compile again") from error
     try:
         manifest = TypeAdapter(GraphManifest).validate_python(record)
     except ValidationError as error:
         problem = error.errors()[0]
         reason = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
-        raise ConfigError(f"{path} is no manifest of compiled graphs ({reason}); precompile again") from error
+        raise ConfigError(f"{path} is no manifest of compiled graphs ({reason}); run nxtrain compile again") from error
     what = ""
     for key in manifest.keys:
         if parse_key(str(key)) is None:
@@ -129,12 +140,16 @@ def read_manifest(path: Path) -> GraphManifest:
     if not what and record.get("version") != _VERSION:
         what = f"version {record.get('version')}, not {_VERSION}"
     if what:
-        raise ConfigError(f"{path} is no manifest that this release reads: {what}; precompile again")
+        raise ConfigError(f"{path} is no manifest that this release reads: {what}; run nxtrain compile again")
     return manifest
 
 
 def check_ready(manifest: GraphManifest, cache: Cache) -> None:
-    """Check, before a run, that this node has every graph, and mark the graphs as used."""
+    """Check before a run that the node's cache has every graph of the manifest, and mark the graphs as used.
+
+    Raises:
+        BackendError: Graphs are missing.
+    """
     lacking = []
     for graph, key in zip(manifest.graphs, manifest.keys, strict=True):
         entry = cache.entry(key)
@@ -153,7 +168,7 @@ def check_ready(manifest: GraphManifest, cache: Cache) -> None:
 
 
 def explain(manifest: GraphManifest, build: Build, key: CacheKey) -> str:
-    """Differences of a graph that was not compiled beforehand from the compiled graphs, as text."""
+    """Explain why a graph was not compiled beforehand, as differences from the manifest in text."""
     lines = [f"the graph {key.module} was not compiled beforehand"]
     graph_hash, flags_hash = _hashes(key.module)
     for graph in manifest.graphs:
@@ -173,7 +188,10 @@ def explain(manifest: GraphManifest, build: Build, key: CacheKey) -> str:
 
 
 def differ(compiled: Build, needed: Build) -> Iterator[str]:
-    """Differences of two builds, each as text; an empty compiler of the needed one is not known yet."""
+    """Describe each difference between the compiled and the needed build as text.
+
+    An empty compiler in `needed` means that the compiler is unknown, and is not compared.
+    """
     if needed.compiler and compiled.compiler != needed.compiler:
         yield f"compiler: compiled {compiled.compiler}, needed {needed.compiler}"
     if compiled.flags != needed.flags:

@@ -1,4 +1,4 @@
-"""Number of compilers that fit into the memory of this machine or container."""
+"""Number of compiler processes that fit into the memory of this machine or container."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 GIB = 1 << 30
 PROC = Path("/proc")
 PER_COMPILER_BYTES = 64 * GIB
-"""Host memory that one compiler may need.
+"""Host memory in bytes that one compiler process may need.
 
 Source: the default of `neuron_parallel_compile --num_parallel`: 8 on a trn1.32xlarge, 32 on a trn2.48xlarge.
 """
@@ -20,14 +20,17 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Memory:
-    """Host memory that this process and its children may use, and the machine or container that has it, in words."""
+    """Host memory that this process and its children may use, and its owner: the machine or a container."""
 
     size_bytes: int
     owner: str
 
     @property
     def num_compilers(self) -> int:
-        """Number of compilers that fit into the memory, rounded: a machine shows a little less than it has."""
+        """Number of compiler processes that fit into the memory, at least 1.
+
+        The number is rounded to the nearest integer, since a machine reports slightly less memory than it has.
+        """
         return max(1, int(self.size_bytes / PER_COMPILER_BYTES + 0.5))
 
     def __str__(self) -> str:
@@ -35,7 +38,7 @@ class Memory:
 
 
 def host_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> Memory:
-    """The memory of this machine, or of this container if that is less.
+    """Memory of this machine, or the limit of this container if that is smaller.
 
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, memory.max; cgroup-v1/memory.html, limit_in_bytes.
     """
@@ -56,7 +59,7 @@ def _limits(groups: Path, root: Path) -> Iterator[int]:
         base, name = root, "memory.max"
         if controllers:
             base, name = root / "memory", "memory.limit_in_bytes"
-        # A limit holds for all groups below; a container may not see its own under the path that the host gives it.
+        # A limit holds for all groups below its own. A container may not see its group under the host's path.
         group = Path(path.lstrip("/"))
         for folder in (base / group, *(base / parent for parent in group.parents)):
             try:

@@ -1,13 +1,14 @@
-"""Watch of a run on Neuron devices for graphs that were not compiled beforehand: `compile.on_miss`.
+"""Detection of graphs that a run on Neuron devices compiles although its manifest lacks them: `compile.on_miss`.
 
-On PyTorch/XLA only Neuron's plugin knows the key of a graph, and shows it when it begins to compile. So one rank of
-each node watches the cache for a graph that the manifest lacks, under a new lock, compiled by a process of this run.
-The main thread then waits inside the compiler's call, so the watching thread ends the run.
+On PyTorch/XLA only Neuron's plugin knows the key of a graph, and prints the key when the compilation begins. So one
+rank of each node watches the cache for new compiler locks. It looks for graphs that the manifest lacks and that a
+process of this run compiles. The main thread waits inside the compiler's call meanwhile, so the watching thread stops
+the run.
 
-Other runs compile on a node too. Their graphs are recognised by the compiler process, whose command line names the
-graph: it descends from another run's agent. If no process names a graph, it counts as this run's after the layout's
-`patience_s`. TorchNeuron's files appear when their compilation has ended, and do not name the process that made them.
-Runs of one node need caches of their own for `compile.on_miss` there.
+Other runs may compile on the same node. Their graphs are recognized by the compiler process: its command line names the
+graph, and another run's agent is its ancestor. If no process names a graph, the graph counts as this run's after the
+layout's `patience_s`. TorchNeuron's files appear when their compilation has ended, and do not name their process. So
+each run on a node needs its own cache for `compile.on_miss` with TorchNeuron.
 
 Source: what the plugin prints, "Call compiler with cmd: neuronx-cc compile ... model.MODULE_<graph>+<flags>.neff".
 """
@@ -49,15 +50,18 @@ from nxtrain.tools.compile.module_folders import descends, naming
 
 INTERVAL_S = 0.5
 AFTERMATH_S = 5
-"""Seconds from the end of a run to the end of its compilers, whose results nobody needs."""
+"""Seconds between the end of a stopped run and the kill of its compiler processes."""
 
 OnMiss = Callable[[CacheKey, Sequence[int]], None]
-"""Callback for a graph that is being compiled, with the processes that compile it."""
+"""Callback for a graph that is compiled without being in the manifest; the arguments are its key and compiler PIDs."""
 
 
 @contextmanager
 def watch_misses(plan: Resolved, environ: Mapping[str, str]) -> Iterator[None]:
-    """Watch a run for graphs that its manifest lacks, on one rank per node, and on Neuron devices only."""
+    """Watch a run for compilations of graphs that its manifest lacks.
+
+    The watch runs on one rank per node, and on Neuron devices only.
+    """
     config = plan.config
     placement = Placement.read(environ)
     if placement.local_rank or not is_neuron(config) or extracting(environ):
@@ -68,7 +72,7 @@ def watch_misses(plan: Resolved, environ: Mapping[str, str]) -> Iterator[None]:
     for key in cache.break_locks():
         _say(f"broke the lock of {key}, whose owner is gone")
     parallel = config.parallel
-    # No library's order of ranks, which goes within a machine, changes the stages that it holds.
+    # Libraries reorder ranks only within a machine, which does not change the machine's stages.
     mesh = Mesh.build(placement.world, placement.rank, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp)
     manifest = _ready_manifest(config, mesh.stages_held(placement.rank, placement.local_world), cache)
     if manifest is None:
@@ -105,9 +109,13 @@ def watch_misses(plan: Resolved, environ: Mapping[str, str]) -> Iterator[None]:
 
 
 class MissWatch(threading.Thread):
-    """Thread that looks for graphs that a run compiles and that its manifest lacks.
+    """Thread that finds graphs that a run compiles and that its manifest lacks.
 
-    `ancestor` is the process from which all compilers of the run descend. `on_miss` is called once for each graph.
+    Args:
+        layout: File layout of the cache.
+        expected: Keys of the manifest's graphs.
+        ancestor: PID of the process from which all compilers of the run descend.
+        on_miss: Called once for each graph found.
     """
 
     def __init__(self, layout: CacheLayout, expected: Collection[CacheKey], ancestor: int, on_miss: OnMiss) -> None:
@@ -122,7 +130,7 @@ class MissWatch(threading.Thread):
         self._others = set(layout.begun())
 
     def stop(self) -> None:
-        """Stop the thread, and check for new graphs a last time."""
+        """Stop the thread, after one last check for new graphs."""
         self._stopped.set()
         self.join()
         self.poll()
@@ -132,7 +140,7 @@ class MissWatch(threading.Thread):
             self.poll()
 
     def poll(self) -> None:
-        """Check once for new graphs, and report each."""
+        """Check once for new graphs, and report each of them."""
         now_s = time.monotonic()
         begun = {key for key, _ in set(self._layout.begun()) - self._others} - self._settled
         self._first_seen_s = {key: self._first_seen_s.get(key, now_s) for key in sorted(begun)}
@@ -145,7 +153,14 @@ class MissWatch(threading.Thread):
 
 
 def _ready_manifest(config: RunConfig, stages: Sequence[int], cache: Cache) -> GraphManifest | None:
-    """Manifest of the stages of this machine; None if absent or damaged, an error with `compile.on_miss=stop`."""
+    """Read and check the manifest of the pipeline stages on this machine.
+
+    Returns:
+        None if the manifest is missing or damaged.
+
+    Raises:
+        BackendError: The same with `compile.on_miss=stop`, or a graph is missing in the cache.
+    """
     stops = config.compile.on_miss == "stop"
     file = manifest_file(config, stages)
     if not file.exists():
@@ -156,7 +171,7 @@ def _ready_manifest(config: RunConfig, stages: Sequence[int], cache: Cache) -> G
         if others:
             absent += f", but {', '.join(map(str, others))}"
         if stops:
-            raise BackendError(f"compile.on_miss=stop, but {absent}; write it with: nxtrain compile CONFIG")
+            raise BackendError(f"compile.on_miss=stop, but {absent}; to write the manifest: nxtrain compile CONFIG")
         _say(f"{absent}: every graph that {cache} lacks is compiled when it is met; see nxtrain compile --help")
         return None
     manifest: GraphManifest | None = None
@@ -171,12 +186,12 @@ def _ready_manifest(config: RunConfig, stages: Sequence[int], cache: Cache) -> G
 
 
 def _stop_run(miss: str, cache: Cache, key: CacheKey, compilers: Sequence[int]) -> None:
-    """End this rank, and with it the run, which an agent ends when a rank does."""
+    """End this rank because of a graph that was not compiled beforehand; the agent then ends the whole run."""
     _say(f"error: {miss}")
     # The next run that needs the graph would wait for a lock that no process holds any more.
     cache.disown(key)
     if compilers:
-        # Compilers end after the ranks: a rank without its compiler would report the wrong cause.
+        # Compilers are killed after the ranks, since a rank without its compiler would report the wrong cause.
         end = f"sleep {AFTERMATH_S}; kill -9 {' '.join(map(str, compilers))}"
         subprocess.Popen(["sh", "-c", end], stdout=DEVNULL, stderr=DEVNULL, start_new_session=True)
     os._exit(BackendError.exit_code)

@@ -1,14 +1,14 @@
-"""Graphs of PyTorch/XLA in a cache: one folder for each, with the locks of the compiler.
+"""Cache layout of PyTorch/XLA's graphs: one folder for each graph, with the compiler's locks.
 
-The compiler's layout is `neuronxcc-<version>/MODULE_<graph>+<flags>/` with `model.hlo_module.pb` (the graph),
-`compile_flags.json`, `model.neff` and an empty `model.done` on success, `model.log` on failure, and a file ending in
-`.lock` while it works. The seal is next to these files. It belongs to one compilation, identified by the time of
-`model.done`, which the compiler writes last.
+The compiler's layout is `neuronxcc-<version>/MODULE_<graph>+<flags>/`. It contains `model.hlo_module.pb` (the graph)
+and `compile_flags.json`. On success the compiler adds `model.neff` and an empty `model.done`, on failure `model.log`.
+During compilation there is a file ending in `.lock`. nxtrain's seal is next to these files. It belongs to one
+compilation, identified by the time of `model.done`, which the compiler writes last.
 
-The compiler's locks are empty files that a killed process leaves there, and then every later run waits for them without
-end ("Another process must be compiling MODULE_..."). A process that works under such a lock is recognised by its
-command line, where the compiler names the entry. nxtrain locks an entry only while it holds the cache's mutex, so that
-a process that holds the mutex may break nxtrain's own locks.
+The compiler's locks are empty files. A killed process leaves its lock behind. Every later run waits for such a lock
+without end ("Another process must be compiling MODULE_..."). A process that holds such a lock is recognized by its
+command line, which names the entry. nxtrain locks an entry only while it holds the cache's mutex. So a process that
+holds the mutex may break nxtrain's own locks.
 
 Source: AWS Neuron documentation, "Neuron Persistent Cache"; Hugging Face optimum-neuron, `optimum/neuron/cache`.
 """
@@ -42,20 +42,20 @@ from nxtrain.tools.compile.entries import (
 )
 
 OURS = "nxtrain"
-"""Text of nxtrain's own locks; the compiler's are empty."""
+"""Content of nxtrain's own lock files; the compiler's lock files are empty."""
 
 GRACE_S = 300.0
-"""Seconds since the last write to an entry for which the compiler's lock counts as live.
+"""Seconds after the last write to an entry during which the compiler's lock counts as live.
 
-The compiler may be about to start, or have ended just now.
+The compiler may be about to start, or may have just ended.
 """
 
 
 class ModuleFolders(CacheLayout):
-    """The folders of PyTorch/XLA in a cache."""
+    """Cache layout of PyTorch/XLA: one folder for each compiled graph."""
 
     patience_s = 15.0
-    """Seconds for which a lock is given the time to show its compiler."""
+    """Seconds to wait for the compiler process of a new lock to appear."""
 
     def __init__(self, root: Path, grace_s: float = GRACE_S) -> None:
         super().__init__(root)
@@ -104,7 +104,7 @@ class ModuleFolders(CacheLayout):
         return True
 
     def move(self, path: Path, key: CacheKey, target: Path) -> bool:
-        """Move a folder, locked as the compiler does, so that the compiler waits."""
+        """Move an entry's folder under a lock like the compiler's, so that the compiler waits."""
         self.unlock(path)
         if _locks(path):
             return False
@@ -131,7 +131,7 @@ class ModuleFolders(CacheLayout):
                     file.write(OURS)
 
     def begun(self) -> Iterator[tuple[CacheKey, Hashable]]:
-        """Graphs under a lock of the compiler, each with the identity of the lock."""
+        """Yield the graphs that the compiler has locked, each with the identity of the lock file."""
         for folder, key in _folders(self.root):
             if (folder / DONE).exists():
                 continue
@@ -147,7 +147,7 @@ class ModuleFolders(CacheLayout):
             if self._is_live(lock):
                 return EntryState.LOCKED, f"{lock.name} is held"
         if lock_files:
-            return EntryState.STALE, f"whoever made {lock_files[0].name} is gone"
+            return EntryState.STALE, f"the process that made {lock_files[0].name} has ended"
         neff, log = folder / NEFF, folder / LOG
         if (folder / DONE).exists():
             if neff.exists() and neff.stat().st_size > 0:
@@ -159,7 +159,7 @@ class ModuleFolders(CacheLayout):
         return EntryState.PENDING, ""
 
     def _is_live(self, lock: Path) -> bool:
-        """True if a compiler works under a lock, may be about to start, or may have ended just now."""
+        """Return True if a compiler holds the lock, may be about to start, or may have just ended."""
         folder = lock.parent
         try:
             stat = lock.stat()
@@ -190,18 +190,18 @@ def _write_seal(folder: Path, seal: Seal) -> None:
 
 
 def _done_ns(folder: Path) -> int:
-    """Time of `model.done`; raises FileNotFoundError without one."""
+    """Modification time of `model.done` in nanoseconds; raises FileNotFoundError if the file is missing."""
     return (folder / DONE).stat().st_mtime_ns
 
 
 PROC = Path("/proc")
 
 _PARENT_FIELD = 1
-"""Position of the parent in `/proc/PID/stat`, counted after the command's name."""
+"""Index of the parent's PID in `/proc/PID/stat`, counted after the command's name."""
 
 
 def naming(entry: str) -> Iterator[int]:
-    """Running processes, except this one, whose command line names an entry, as its compiler's does."""
+    """Yield the PIDs of other processes whose command line names a cache entry, as that of its compiler does."""
     name = entry.encode()
     for process in PROC.glob("[0-9]*"):
         try:
@@ -212,7 +212,7 @@ def naming(entry: str) -> Iterator[int]:
 
 
 def descends(pid: int, ancestor: int) -> bool:
-    """True if a process is another one or descends from it through processes that still run."""
+    """Return True if a process is `ancestor` or its descendant, through parents that still run."""
     while pid > 1 and pid != ancestor:
         try:
             text = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")

@@ -1,12 +1,12 @@
-"""Graphs of TorchNeuron for `nxtrain compile`: a few steps of the run, on its devices or without them.
+"""Compilation of TorchNeuron's graphs for `nxtrain compile`, by a short run of the configuration.
 
-TorchNeuron compiles inside of the ranks and has no tool that collects graphs. So the run itself is started, with each
-kind of work in its first steps, in a temporary folder. Files of the cache that the ranks read or wrote
-are the graphs of the run.
+TorchNeuron compiles inside the ranks and has no tool that extracts graphs. So the run itself is started in a temporary
+folder. Training, evaluation, checkpoints and votes all occur within its first steps. The cache files that the ranks
+read or write are the graphs of the run.
 
-AWS documents a mode that compiles without a device and names no variable for it. If this machine has no device, and the
-installed packages contain the variable of the beta, the ranks go through the graphs in this mode. Then they read no
-value, as under `neuron_parallel_compile`. Operations outside of compiled graphs may compile in the run itself.
+AWS documents a mode that compiles without a device and names no variable for it. The installed packages may contain the
+variable of the beta. Then ranks on a machine without a device compile in this mode. They read no value, as under
+`neuron_parallel_compile`. Operations outside of compiled graphs may compile in the run itself.
 
 Source: torch/compile/about-torch-compile.html, and vllm-neuron/docs/design/compilation/cpu_compilation.html for the
 variable of the chip, in https://awsdocs-neuron.readthedocs-hosted.com/en/latest.
@@ -30,15 +30,16 @@ from nxtrain.tools.compile.entries import NEFF_FOLDER
 from nxtrain.tools.compile.parallel_compile import Compiled, print_line
 
 STEPS = 4
-"""Steps of the rehearsal: the work of each step and of each interval is done twice."""
+"""Steps of the short run; each kind of step and each interval occurs twice."""
 
 _DOCS = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest"
 
 
 def rehearsal(config: RunConfig, folder: Path) -> list[str]:
-    """Overrides that make a run do each kind of its work within a few steps, in a temporary folder.
+    """Configuration overrides for a short run that compiles every graph of the configured run.
 
-    Learning rates are tensors, and their schedule shapes no graph.
+    Training, evaluation, checkpoints and votes all occur within a few steps, in a temporary folder. Learning rates are
+    tensors, so their schedule does not change graphs.
     """
     overrides = [
         f"train.steps={STEPS}",
@@ -67,7 +68,11 @@ def rehearsal(config: RunConfig, folder: Path) -> list[str]:
 
 
 def deviceless_mode(config: RunConfig) -> tuple[tuple[Variable, ...], str]:
-    """Variables of the beta's mode without a device, and the reason why the mode is unavailable, else empty."""
+    """Environment variables of TorchNeuron's beta mode that compiles without a device.
+
+    Returns:
+        The variables; the reason why the mode is unavailable. Both are empty if this machine has a device.
+    """
     if num_devices():
         return (), ""
     name = torchneuron.COMPILE_ONLY
@@ -93,7 +98,11 @@ def deviceless_mode(config: RunConfig) -> tuple[tuple[Variable, ...], str]:
 
 
 def check_torchneuron(mode: Sequence[Variable], why_no_mode: str) -> None:
-    """Check that graphs can be compiled here, and announce the mode without a device."""
+    """Check that TorchNeuron can compile graphs on this machine, and print a notice if it has no device.
+
+    Raises:
+        BackendError: TorchNeuron cannot compile here.
+    """
     support = torchneuron.support(devices=not mode)
     if not support.ok:
         lines = [f"graphs cannot be compiled here: {support.reason}"]
@@ -108,15 +117,17 @@ def check_torchneuron(mode: Sequence[Variable], why_no_mode: str) -> None:
 
 
 def rehearse(argv: Sequence[str], env: Mapping[str, str], cache: Cache) -> Compiled:
-    """Start the rehearsal, and find the graphs that its ranks used: the files that are new, or were read."""
+    """Execute the short run, and return the graphs that its ranks used: cache files that are new or were read."""
     before = {key for key in cache.done() if key.compiler == NEFF_FOLDER}
     for key in before:
-        # A mount with relative access times notes a read only after a change.
+        # With the mount option relatime, a read updates the access time only after a change.
         changed_ns = (cache.root / str(key)).stat().st_mtime_ns
         os.utime(cache.root / str(key), ns=(changed_ns - 1_000_000_000, changed_ns))
     done = subprocess.run(argv, env=env, check=False)
     if done.returncode:
-        raise BackendError(f"the rehearsal of the run ended with exit code {done.returncode}; its lines above say why")
+        raise BackendError(
+            f"the short run that compiles the graphs ended with exit code {done.returncode}; see its output above"
+        )
     used = []
     for key in sorted(cache.done()):
         if key.compiler == NEFF_FOLDER:
@@ -124,6 +135,6 @@ def rehearse(argv: Sequence[str], env: Mapping[str, str], cache: Cache) -> Compi
             if key not in before or stat.st_atime_ns >= stat.st_mtime_ns:
                 used.append(key)
     if not used:
-        raise BackendError(f"the rehearsal left no graph in {cache}; check that TorchNeuron's cache is not disabled")
+        raise BackendError(f"the short run put no graph into {cache}; check that TorchNeuron's cache is not disabled")
     names = {key: f"graph {number}" for number, key in enumerate(used, start=1)}
     return Compiled(names, dict.fromkeys(set(used) - before))

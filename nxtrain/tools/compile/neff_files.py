@@ -1,8 +1,8 @@
-"""TorchNeuron's graphs in a cache: one file for each, `neff/<ab>/<cd>/<hash>.neff`, named by a hash of its input.
+"""Cache layout of TorchNeuron's graphs: one file for each graph, `neff/<ab>/<cd>/<hash>.neff`.
 
-TorchNeuron writes a file under another name and renames it, so a file is whole, on network file systems too. Its locks
-are elsewhere and end with their process. AWS's pages name the folder's variable, not the layout below, so every `.neff`
-file below the folder counts, however deep.
+The hash is that of the graph's input. TorchNeuron writes a file under another name and then renames it. So a file is
+always complete, on network file systems too. TorchNeuron's locks are elsewhere, and end with their process. AWS's pages
+name the folder's variable, but not the layout below the folder. So every `.neff` file counts, at any depth.
 
 Source: torch/reference/env-vars.html and torch/compile/about-torch-compile.html in
 https://awsdocs-neuron.readthedocs-hosted.com/en/latest, of Neuron SDK 2.33.
@@ -29,7 +29,7 @@ from nxtrain.tools.compile.entries import (
 
 
 class NeffFiles(CacheLayout):
-    """The files of TorchNeuron in a cache, with their hashes in a folder of seals."""
+    """Cache layout of TorchNeuron: one file for each compiled graph, with file hashes in a separate folder."""
 
     def __init__(self, root: Path, seals: Path) -> None:
         super().__init__(root)
@@ -75,7 +75,7 @@ class NeffFiles(CacheLayout):
         return True
 
     def move(self, path: Path, key: CacheKey, target: Path) -> bool:
-        """Move a file; a process that reads the file keeps its open file."""
+        """Move a graph's file; a process that has the file open can read it to the end."""
         target.parent.mkdir(parents=True, exist_ok=True)
         if path == self.path(key):
             self._seal(key).unlink(missing_ok=True)
@@ -86,13 +86,13 @@ class NeffFiles(CacheLayout):
         return True
 
     def begun(self) -> Iterator[tuple[CacheKey, Hashable]]:
-        """Files of the cache: a file appears when its compilation has ended."""
+        """Yield all compiled files of the cache, since a file appears only when its compilation has ended."""
         for entry in self.scan(self.root):
             if entry.state is EntryState.DONE:
                 yield entry.key, None
 
     def _write_seal(self, key: CacheKey, seal: Seal, file: Path) -> None:
-        """Write the seal of a file; a file that has replaced it since then has no seal."""
+        """Write the seal (hash) of a file, bound to the file's inode; a file that replaces it later has no seal."""
         path = self._seal(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         record = {"inode": file.stat().st_ino, "files": to_json(seal)}

@@ -1,4 +1,4 @@
-"""Compilation of a run's graphs in repeated calls of the compiler's tool."""
+"""Compilation of a run's graphs by repeated calls of `neuron_parallel_compile`."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from nxtrain.tools.compile.tool import (
 )
 
 OUT_OF_MEMORY = "[F137]"
-"""Mark in the compiler's log for a killed subprocess, mostly for want of memory."""
+"""Text in the compiler's log if a subprocess was killed, mostly for lack of memory."""
 
 _POLL_S = 1.0
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """Compiled graphs, each of which a run can load.
+    """Result of compiling a run's graphs, all of which are in the cache.
 
     Args:
-        names: Name of each graph's work, in the order in which the graphs were met.
-        seconds: Time of the compilation of each new graph; None if it was not measured.
-        stages: The pipeline stages of this machine's ranks; empty if it holds all of them.
+        names: Part of the run that uses each graph, in the order of extraction.
+        seconds: Compile time of each new graph in seconds; None if it was not measured.
+        stages: Pipeline stages of this machine's ranks; empty if it holds all of them.
     """
 
     names: Names
@@ -53,9 +53,20 @@ def compile_graphs(
     num_workers: int,
     retries: int,
 ) -> Compiled:
-    """Compile and seal every graph that a command shows, and wait for graphs that other processes compile.
+    """Compile every graph that a command records, store their hashes, and wait for graphs that other processes compile.
 
-    Half as many workers compile after some were killed.
+    If compilers were killed, the next attempt uses half as many workers.
+
+    Args:
+        tool: Path of `neuron_parallel_compile`.
+        command: Command line of the run whose graphs are extracted.
+        env: Environment variables of the command.
+        logs: Folder for the logs of each attempt.
+        num_workers: Compiler processes at a time.
+        retries: Further attempts for graphs that failed.
+
+    Raises:
+        BackendError: Some graphs could not be compiled.
     """
     names: Names = {}
     seconds: dict[CacheKey, float | None] = {}
@@ -92,12 +103,12 @@ def compile_graphs(
 
 
 def print_line(line: str) -> None:
-    """Print a line between those of the tool."""
+    """Print a line of `nxtrain compile` on standard error, between the lines of the tool."""
     print(f"nxtrain compile: {line}", file=sys.stderr, flush=True)
 
 
 class _GraphCount:
-    """Printer of the number of compiled graphs."""
+    """Progress output: prints the number of compiled graphs."""
 
     def __init__(self, cache: Cache, folder: Path) -> None:
         self._cache, self._folder = cache, folder
@@ -105,7 +116,7 @@ class _GraphCount:
         self._printed = ""
 
     def show(self) -> None:
-        """Print the number if it has changed."""
+        """Print the number of compiled graphs if it has changed."""
         names = names_in(read_log(self._folder))
         entries = [self._cache.entry(key) for key in names]
         states = [entry.state for entry in entries if entry is not None]
@@ -120,18 +131,18 @@ class _GraphCount:
 
 
 def _check_command(status: int, *, has_compiled: bool, has_graphs: bool, log: Path) -> None:
-    where = f"its lines are above, and in {log}"
+    where = f"its output is above, and in {log}"
     if status == 1 and not has_compiled:
-        raise BackendError(f"the run that shows the graphs failed, so that nothing was compiled; {where}")
+        raise BackendError(f"the run that extracts the graphs failed, so no graph was compiled; {where}")
     if status > 0 and not has_compiled:
-        raise BackendError(f"{TOOL} ended with exit status {status} before it compiled anything; {where}")
+        raise BackendError(f"{TOOL} ended with exit status {status} before it compiled a graph; {where}")
     if not has_graphs:
-        hint = "Neuron's plugin names them at its log level INFO"
-        raise BackendError(f"the run showed no graph (exit status {status}); {hint}; {where}")
+        hint = "Neuron's plugin names graphs at its log level INFO"
+        raise BackendError(f"the log of the run names no graph (exit status {status}); {hint}; {where}")
 
 
 def _await_others(cache: Cache, names: Names) -> None:
-    """Wait for graphs that other processes compile; break locks that go stale meanwhile."""
+    """Wait for graphs that other processes compile, and break their locks if these become stale."""
     num_printed = 0
     while True:
         entries = [cache.entry(key) for key in names]
@@ -146,7 +157,7 @@ def _await_others(cache: Cache, names: Names) -> None:
 
 
 def _was_killed(entry: Entry | None) -> bool:
-    """True if a compiler ended without a result, or its log reports that it was killed."""
+    """Return True if a compiler process ended without a result, or its log reports that it was killed."""
     if entry is None or entry.state is not EntryState.FAILED:
         return True
     log = entry.folder / LOG

@@ -1,4 +1,4 @@
-"""`nxtrain compile`: every graph of a run, compiled on this node before the run starts, and their manifest."""
+"""`nxtrain compile`: compile every graph of a run on this node before the run starts, and write their manifest."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from nxtrain.tools.compile.parallel_compile import Compiled, compile_graphs, pri
 from nxtrain.tools.compile.tool import TOOL, tool_argv
 
 GRACE_S = 30.0
-"""Seconds since the last write to an entry for which a lock without an owner counts as live.
+"""Seconds after the last write to an entry during which a lock without an owner counts as live.
 
-The tool has ended here, and with it every compiler of this node.
+The compile tool has ended by then, and with it every compiler process of this node.
 """
 
 
@@ -54,8 +54,18 @@ def precompile(
     retries: int,
     dry_run: bool,
 ) -> None:
-    """Compile the graphs of a run and write its manifest; the machines of a run meet at `first_node`."""
-    # A run that shows no graphs shows none after a restart, and many restarts would hide its message.
+    """Compile the graphs of a run and write its manifest.
+
+    Args:
+        path: Configuration file.
+        overrides: Overrides of configuration keys.
+        nproc: Ranks per machine; None: from the configuration or the devices.
+        first_node: Name of the machine at which the machines of a run find each other; empty for one machine.
+        workers: Compiler processes at a time; None: as many as fit into memory.
+        retries: Further attempts for graphs that failed.
+        dry_run: Print the command line in place of running it.
+    """
+    # A run that records no graphs records none after a restart, and many restarts would hide its message.
     changes = ["recovery.max_restarts=0"]
     loaded = load(path, [*overrides, *changes])
     native = is_native(loaded.config)
@@ -94,7 +104,7 @@ def precompile(
         tool = _find_tool()
         print_line(f"up to {num_workers} graphs at a time: {'as --workers asks' if workers else memory}")
         if config.cluster.nodes > 1:
-            retries = 0  # one of several nodes cannot show failed graphs alone
+            retries = 0  # one of several nodes cannot extract failed graphs alone
         folder.mkdir(mode=0o700)
         compiled = compile_graphs(tool, command.argv, env, cache, folder, num_workers, retries)
     shutil.rmtree(folder, ignore_errors=True)
@@ -111,7 +121,7 @@ def precompile(
 
 
 def _manifests(config: RunConfig, num_ranks: int) -> list[str]:
-    """Lines that name the manifest of each group of machines."""
+    """Lines of the dry run that name the manifest of each group of machines."""
     parallel, nodes = config.parallel, range(config.cluster.nodes)
     mesh = Mesh.build(num_ranks * len(nodes), 0, tp=parallel.tp, pp=parallel.pp, cp=parallel.cp)
     machines: dict[tuple[int, ...], list[int]] = {}
@@ -127,9 +137,9 @@ def _manifests(config: RunConfig, num_ranks: int) -> list[str]:
 
 
 def _graphs(compiled: Compiled, file: Path) -> tuple[CompiledGraph, ...]:
-    """Rows of the manifest; graphs that were compiled before keep the seconds of the manifest's file."""
+    """Graphs of the manifest; compile times of earlier compilations come from the existing manifest file."""
     seconds: dict[CacheKey, float | None] = {}
-    with suppress(ConfigError):  # there is none, or one of another release
+    with suppress(ConfigError):  # the manifest is missing, or of another release
         old = read_manifest(file)
         for key, graph in zip(old.keys, old.graphs, strict=True):
             seconds[key] = graph.seconds
@@ -139,21 +149,21 @@ def _graphs(compiled: Compiled, file: Path) -> tuple[CompiledGraph, ...]:
 
 
 def _check(loaded: Loaded, *, native: bool, meets: bool) -> None:
-    """Refuse a configuration whose graphs cannot be compiled beforehand."""
+    """Refuse a configuration whose graphs cannot be compiled before the run."""
     config, origins = loaded.config, loaded.origins
     name, nodes = config.backend.name, config.cluster.nodes
     problem = None
     if not is_neuron(config) and name != "auto":
-        reason = f"{name} compiles no graphs beforehand; Neuron devices do"
+        reason = f"{name} has no graphs that are compiled before a run; Neuron devices have"
         hint = "use backend.name=neuron or neuron-native"
         problem = Problem("backend.name", reason, origins["backend.name"], hint)
     elif nodes > 1 and not meets:
-        reason = f"{nodes} machines show the graphs together, and have to meet"
+        reason = f"the graphs of a run on {nodes} machines are extracted on all of them together"
         command = "nxtrain compile CONFIG --first-node NAME"
-        hint = f"on each of them at the same time: {command}, with the name of one of them"
+        hint = f"on each machine at the same time: {command}, where NAME is the same machine everywhere"
         problem = Problem("cluster.nodes", reason, origins["cluster.nodes"], hint)
     elif native and nodes > 1 and config.parallel.pp > 1:
-        reason = f"pp={config.parallel.pp} over {nodes} machines: TorchNeuron's files name no stage"
+        reason = f"pp={config.parallel.pp} over {nodes} machines: TorchNeuron's files do not name their pipeline stage"
         problem = Problem("parallel.pp", reason, hint="let the run compile at first use: compile.on_miss")
     if problem is not None:
         raise ConfigError([problem])

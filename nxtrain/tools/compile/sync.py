@@ -1,11 +1,11 @@
-"""Sync of compiled graphs: from a node to a shared folder or a bucket, and from there to other nodes.
+"""Sync of compiled graphs between a node's cache and a shared folder or bucket.
 
-Done entries that the target lacks are copied, complete and verified, or not at all. Nothing is deleted or overwritten.
-Any number of nodes may sync at once.
+Done entries that the target lacks are copied, complete and verified, or not at all. No entry is deleted or overwritten.
+Any number of nodes may sync at the same time.
 
-A bucket holds each file as `objects/<sha256>`, so that two nodes that upload the same graph never overwrite each
-other's bytes. `entries/<compiler>/<module>.json` lists the files of an entry and is written after all of them. A store
-shows a file whole or not at all.
+A bucket holds each file as `objects/<sha256>`. So two nodes that upload the same graph never overwrite each other's
+bytes. `entries/<compiler>/<module>.json` lists the files of an entry, and is written after all of them. An object store
+shows a file either complete or not at all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ENTRIES, _SUFFIX = "entries", ".json"
 
 
 class Bucket:
-    """Cache of compiled graphs in a store that nodes share."""
+    """Cache of compiled graphs in object storage, which nodes share."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -35,7 +35,7 @@ class Bucket:
         return str(self._store.root)
 
     def done(self) -> set[CacheKey]:
-        """Keys of the complete entries."""
+        """Keys of the complete entries in the bucket."""
         keys = set()
         for name in self._store.sizes(_ENTRIES):
             key = parse_key(name.removeprefix(f"{_ENTRIES}/").removesuffix(_SUFFIX))
@@ -51,7 +51,11 @@ class Bucket:
             return 0
 
     def fetch(self, key: CacheKey, target: Path) -> Seal:
-        """Download an entry and verify its hashes."""
+        """Download the files of a cache entry into a folder, and return their verified hashes.
+
+        Raises:
+            UnusableEntryError: The entry is damaged or was deleted.
+        """
         seal = self._seal(key)
         for name, file in seal.items():
             try:
@@ -64,7 +68,10 @@ class Bucket:
         return seal
 
     def store(self, key: CacheKey, folder: Path, seal: Seal) -> bool:
-        """Upload an entry: every file that the store lacks, then the list of files. The last of two nodes wins."""
+        """Upload an entry: first every file that the bucket lacks, then the list of files.
+
+        If two nodes upload the same entry, the later list of files replaces the earlier one.
+        """
         try:
             for name, file in seal.items():
                 if not self._has(file):
@@ -78,12 +85,12 @@ class Bucket:
         try:
             return from_json(json.loads(content_of(self._store.root / _entry(key)))["files"])
         except FileNotFoundError as error:
-            raise UnusableEntryError(f"{_entry(key)} was taken away") from error
+            raise UnusableEntryError(f"{_entry(key)} was deleted during the sync") from error
         except (RecursionError, ValueError, KeyError, TypeError) as error:
-            raise UnusableEntryError(f"{_entry(key)} is no list of files: {cause_of(error)}") from error
+            raise UnusableEntryError(f"{_entry(key)} is no list of files of an entry: {cause_of(error)}") from error
 
     def _has(self, file: Content) -> bool:
-        """True if the store has a file of this name and length."""
+        """Return True if the bucket has a file of the same hash and size."""
         try:
             source = open_source(self._store.root / _object(file))
         except DamagedError:
@@ -105,7 +112,7 @@ CacheLocation = Cache | Bucket
 
 @dataclass
 class Report:
-    """Result of a sync."""
+    """Result of a sync: keys of the entries copied, present before, locked by another process, and unusable."""
 
     copied: list[CacheKey] = field(default_factory=list)
     size_bytes: int = 0
@@ -116,7 +123,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Step:
-    """Progress of a sync."""
+    """Progress of a sync, in entries and bytes."""
 
     key: CacheKey
     num_done: int
@@ -126,7 +133,7 @@ class Step:
 
 
 def open_location(text: str | Path) -> CacheLocation:
-    """Open the cache at an address in object storage, or in a folder."""
+    """Open the compile cache at a bucket address or in a folder."""
     address = str(text)
     if is_bucket(address):
         return Bucket(open_store(address))
@@ -134,14 +141,18 @@ def open_location(text: str | Path) -> CacheLocation:
 
 
 def sync(source: CacheLocation, target: CacheLocation, on_step: Callable[[Step], None] = lambda _: None) -> Report:
-    """Copy every done entry that the target lacks."""
+    """Copy every done entry that the target cache lacks.
+
+    Args:
+        on_step: Called with the progress after each entry.
+    """
     if isinstance(source, Bucket) and isinstance(target, Bucket):
         way_out = f"one must be a folder, or use: {copying(str(target), 'SRC DST')}"
         raise ConfigError(f"{source} and {target} are both buckets; {way_out}")
     if isinstance(source, Cache) and not source.root.is_dir():
-        raise ConfigError(f"{source} is no folder; a cache is made by compiling, or by a sync into it")
+        raise ConfigError(f"{source} is no folder; name the folder of a compile cache, which nxtrain compile makes")
     if isinstance(source, Cache) and isinstance(target, Cache) and source.root.resolve() == target.root.resolve():
-        raise ConfigError(f"{source} and {target} are the same folder")
+        raise ConfigError(f"{source} and {target} are the same folder; name two different caches")
     wanted, there = source.done(), target.done()
     report = Report(present=sorted(wanted & there))
     sizes = {key: source.size_bytes(key) for key in sorted(wanted - there)}
@@ -161,7 +172,7 @@ def sync(source: CacheLocation, target: CacheLocation, on_step: Callable[[Step],
 
 
 def _copy(source: CacheLocation, target: CacheLocation, key: CacheKey) -> bool:
-    """Copy an entry by way of a folder next to the target, or next to the source if the target is a bucket."""
+    """Copy one entry through a staging folder beside the target, or beside the source if the target is a bucket."""
     cache = target
     if isinstance(target, Bucket):
         cache = source

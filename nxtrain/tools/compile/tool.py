@@ -1,8 +1,9 @@
 """One call of `neuron_parallel_compile`: its command line, and the graphs in its log and results.
 
-The tool runs a command in which nothing is executed, takes the graphs to compile from the lines that Neuron's plugin
-prints, and compiles them side by side. Its exit status is the number of graphs that failed, modulo 256; 1 if the
-command failed; and 0 if its own workers were killed. So the cache is asked what became of the graphs, not the status.
+The tool runs a training command in which no computation is executed. It reads the graphs to compile from the lines that
+Neuron's plugin prints, and compiles them in parallel. Its exit status is the number of failed graphs, modulo 256. The
+status is 1 if the command failed, and 0 if the tool's own workers were killed. So the state of the graphs is read from
+the cache, not from the status.
 
 Source: AWS Neuron documentation, "Neuron Parallel Compile CLI"; the program itself, in torch-neuronx 2.6.
 """
@@ -25,21 +26,25 @@ from nxtrain.tools.compile.entries import CacheKey, parse_key
 
 TOOL = "neuron_parallel_compile"
 STOP_S = 40.0
-"""Seconds that the tool has to end its processes when it is stopped; torchrun gives its ranks 30."""
+"""Timeout in seconds for the tool to end its processes when it is stopped; torchrun gives its ranks 30."""
 
 Names = dict[CacheKey, str]
-"""Name of each graph's work, in the order in which the graphs were first seen."""
+"""Part of the run that uses each graph, by key, in the order in which the graphs first appeared."""
 
 _STAGES = re.compile(rf"{re.escape(HOLDING)} ([\d, ]+) of \d+")
 _GRAPH = re.compile(r"(?:Extracting graphs \(|Using a cached neff at ).*?/(neuronxcc-[\w.+-]+)/(MODULE_[\w.+-]+)/model")
 
 
 def tool_argv(tool: str, num_workers: int, folder: Path, command: Sequence[str]) -> tuple[str, ...]:
-    """The tool's command line. Its command runs in the working directory of this process, and shows the graphs.
+    """Build the command line of `neuron_parallel_compile` for a training command.
+
+    The training command runs in the working directory of this process.
 
     Args:
-        folder: A folder of this call's own, where the tool is to be started: it writes its results there, and deletes
-            its working folder with everything in it when it starts.
+        num_workers: Number of compiler processes at a time.
+        folder: Folder of this call only, in which the tool must be started. The tool writes its results there. It
+            deletes its working folder with all contents when it starts.
+        command: Training command whose graphs are extracted.
     """
     options = ("--num_parallel", str(num_workers), "--parallel_compile_workdir", str(folder / "work"))
     return (tool, *options, "env", f"--chdir={Path.cwd()}", *command)
@@ -48,12 +53,19 @@ def tool_argv(tool: str, num_workers: int, folder: Path, command: Sequence[str])
 def run_tool(
     argv: Sequence[str], env: Mapping[str, str], folder: Path, watch: Callable[[], None], every_s: float = 2.0
 ) -> int:
-    """Run the tool to its end, with its lines on this process's output; the end of this process ends the tool.
+    """Run `neuron_parallel_compile` until it ends; if this process is stopped, the tool is stopped too.
 
-    Returns: The tool's exit status; negative if a signal ended it.
+    The tool prints to this process's output.
+
+    Args:
+        folder: Working directory of the tool.
+        watch: Called every `every_s` seconds.
+
+    Returns:
+        The tool's exit status; negative if a signal ended it.
     """
     env = {**env, "NEURON_PARALLEL_COMPILE_DUMP_RESULTS": "1"}
-    # Lines of a command that fails must not count as its graphs.
+    # The log lines of a failed command must not count as its graphs.
     env.pop("NEURON_IGNORE_TRAINING_SCRIPT_ERROR_AND_COMPILE", None)
     with _signals_raise():
         process = subprocess.Popen(argv, cwd=folder, env=env, start_new_session=True)
@@ -68,14 +80,14 @@ def run_tool(
 
 
 def log_file(folder: Path) -> Path:
-    """Log of the tool's command in the folder of a call; absent until the command prints."""
+    """Path of the training command's log in the folder of a tool call; missing until the command prints."""
     for path in (folder / "work").glob("trial_run_pid*_log.txt"):
         return path
     return folder / "work" / "trial_run_log.txt"
 
 
 def read_log(folder: Path) -> str:
-    """Text of the log so far."""
+    """Text of the training command's log so far; empty if there is none."""
     try:
         return log_file(folder).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -83,7 +95,7 @@ def read_log(folder: Path) -> str:
 
 
 def compile_times(folder: Path) -> dict[CacheKey, float] | None:
-    """Seconds of each compilation, successful or not; None if the tool compiled nothing."""
+    """Compile time in seconds of each graph, successful or not; None if the tool compiled no graph."""
     seconds: dict[CacheKey, float] | None = None
     for file in folder.glob(f"{TOOL}_results_*.json"):
         seconds = seconds or {}
@@ -96,9 +108,10 @@ def compile_times(folder: Path) -> dict[CacheKey, float] | None:
 
 
 def names_in(log: str) -> Names:
-    """Graphs that a log shows, each named after the work of rank 0 when the graph first appears.
+    """Find the graphs in a log, named after the part of the run in which rank 0 first records each.
 
-    Ranks that meet new graphs wait for each other to compare them, so that none is at other work than rank 0.
+    Ranks that record new graphs wait for each other to compare them. So no rank is in another part of the run than rank
+    0.
     """
     names: Names = {}
     work, numbers = "start", Counter[str]()
@@ -114,7 +127,7 @@ def names_in(log: str) -> Names:
 
 
 def stages_in(log: str) -> tuple[int, ...]:
-    """Pipeline stages that a machine reports as its own; empty if it holds all stages."""
+    """Pipeline stages that a log reports for this machine; empty if the machine holds all stages."""
     match = _STAGES.search(log)
     if match is None:
         return ()
@@ -123,7 +136,7 @@ def stages_in(log: str) -> tuple[int, ...]:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Turn signals that end this process into exceptions, so that the processes it started end first."""
+    """Convert signals that end this process into exceptions, so that its child processes end first."""
 
     def exit_process(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -139,7 +152,7 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the tool and the processes it started, since nobody needs compilers that outlive the tool."""
+    """End `neuron_parallel_compile` and all processes it started, so that no compiler process outlives the tool."""
     with suppress(ProcessLookupError):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)

@@ -1,1 +1,1 @@
-"""Checks of a machine: devices, network, host, packages, collectives."""
+"""Health checks of a machine: accelerators, network, host, packages and collectives."""

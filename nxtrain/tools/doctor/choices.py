@@ -1,4 +1,4 @@
-"""Checks of a run's choices on a machine: its attention, and the number type of its products."""
+"""Checks of a run's attention implementation and number types against the machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine
 
 
 def check_choices(host: Host, config: RunConfig, machine: Machine | None) -> Iterator[Finding]:
-    """Check the choices of a run that is about to start."""
+    """Check attention, float8 and bfloat16 of a configuration against the machine's accelerators."""
     backend: str = config.backend.name
     gpus: dict[str, tuple[int, int]] = {}
     if backend in ("auto", ON_GPUS):
@@ -44,7 +44,10 @@ def check_choices(host: Host, config: RunConfig, machine: Machine | None) -> Ite
 
 
 def _float8(recipe: str, gpus: Mapping[str, tuple[int, int]]) -> Iterator[Finding]:
-    """Findings on GPUs that are too old for products in float8; the start of a run tries the others."""
+    """Check that no GPU is too old for float8 matrix products.
+
+    Other requirements of float8 are checked when a run starts.
+    """
     needed = FLOAT8[recipe]
     old = [f"{name} has {version(capability)}" for name, capability in gpus.items() if capability < needed]
     if old:
@@ -67,7 +70,7 @@ def _attention(config: RunConfig, backend: str) -> Iterator[Finding]:
 
 
 def _capabilities(host: Host) -> dict[str, tuple[int, int]]:
-    """Compute capability of each kind of GPU, by name; empty without GPUs, or if their driver does not show them."""
+    """Compute capability of each GPU model, by name; empty without GPUs or if the driver does not report it."""
     try:
         text = host.run("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
     except ToolError:  # drivers before release 510 have no such field

@@ -1,4 +1,4 @@
-"""Checks of collectives: ranks that do not arrive, by name, and latency and bandwidth of the links."""
+"""Checks of collectives: ranks that do not join are named, and latency and bandwidth of the links are measured."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from nxtrain.launch.local import rendezvous_address
 from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine
 from nxtrain.tools.doctor.outputs import Bandwidth, ToolOutputError, parse_nccl_network, parse_nccom_test
 
-LIMIT_S = 30.0  # seconds that ranks wait for one another
+LIMIT_S = 30.0  # timeout in seconds with which ranks wait for each other
 MEASURE_S = 15.0  # seconds beyond `LIMIT_S` in which ranks import torch and measure, before they are killed
-MIN_SHARE = 0.1  # share of the link's bandwidth below which the link counts as broken: healthy ones give a multiple
+MIN_SHARE = 0.1  # a link counts as broken below this share of its bandwidth; healthy links reach far more
 
 NCCOM = ("nccom-test", "--minbytes", "1kb", "--maxbytes", "64mb", "--stepfactor", "256", "--datatype", "fp32")
 NCCL_LINES = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
 SOCKETS = "Socket"
-"""NCCL's name of TCP; that of aws-ofi-nccl is `Libfabric`, or `AWS Libfabric` in older releases."""
+"""Name of TCP in NCCL's log; aws-ofi-nccl is `Libfabric`, or `AWS Libfabric` in older releases."""
 
 WHY = "the first collective of a run would wait for its time limit, and end the run"
 
 
 @dataclass(frozen=True)
 class World:
-    """Machines that are checked together, and the rank of this one."""
+    """Machines whose links are checked together, with one rank per machine."""
 
     first_node: str
     port: int
@@ -42,14 +42,14 @@ class World:
     names: tuple[str, ...] = ()  # name of each machine by rank; empty: unknown
 
     def name(self, rank: int) -> str:
-        """Machine of a rank, by name where known."""
+        """Name of the machine with a rank, for messages; `rank N` if the machines' names are unknown."""
         if len(self.names) != self.size:
             return f"rank {rank}"
         return f"{self.names[rank]} (rank {rank})"
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of the rank, as torchrun sets them."""
+        """Environment variables of this machine's rank, as torchrun sets them."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),
@@ -63,16 +63,22 @@ class World:
 
 
 def world_of(first_node: str, rank: int, size: int, host: Host | None = None) -> World:
-    """Machines that check their links together, with the names that Slurm gives them.
+    """Build the world of machines that check their links together, with machine names from Slurm if available.
 
-    A rank that is not one of the machines, or an invalid `NAME` or `NAME:PORT` of the first, is a ConfigError.
+    Args:
+        first_node: Address of rank 0's machine, `NAME` or `NAME:PORT`.
+        rank: Rank of this machine.
+        size: Number of machines.
+
+    Raises:
+        ConfigError: The rank or the address is invalid.
     """
     name, port = rendezvous_address(first_node)
     if rank >= size:
-        raise ConfigError(f"--rank {rank} is none of --world {size} machines; ranks begin at 0")
+        raise ConfigError(f"--rank {rank} is too high for --world {size} machines; ranks are 0 to {size - 1}")
     try:
         names = tuple(((host or Host()).run("scontrol", "show", "hostnames") or "").split())
-    except ToolError:  # no job of Slurm
+    except ToolError:  # not in a Slurm job
         names = ()
     return World(name, port, rank, size, names)
 
@@ -80,7 +86,7 @@ def world_of(first_node: str, rank: int, size: int, host: Host | None = None) ->
 def check_collectives(
     host: Host, machine: Machine | None, world: World | None, limit_s: float = LIMIT_S
 ) -> Iterator[Finding]:
-    """Check the links within this machine or, with a world, the links between its machines."""
+    """Check the links within this machine, or between the machines of a world."""
     gpus: Machine | None = None
     backend = "cpu"
     if machine is not None and machine.resource == GPU:
@@ -97,7 +103,7 @@ def check_collectives(
 
 
 def _network(results: Sequence[Mapping[str, Any]], machine: Machine | None) -> Iterator[Finding]:
-    """Check that NCCL takes the EFA devices of a machine of GPUs, if NCCL names its network."""
+    """Check that NCCL uses the EFA devices of a GPU machine, if NCCL's log names its network."""
     networks = sorted({result["network"] for result in results if result.get("network")})
     if machine is None or not machine.efa_devices or not networks:
         return
@@ -139,9 +145,9 @@ def _nccom(host: Host, machine: Machine) -> Finding:
 
 
 def _run_ranks(environments: Sequence[Mapping[str, str]], backend: str, limit_s: float) -> list[dict[str, Any]]:
-    """Start ranks as processes, and return what each found; `error` is set for those that died.
+    """Start one process per rank, and return the result of each.
 
-    `network` is the one that NCCL took, if NCCL was used.
+    In a result, `error` is set if the process died. `network` is the network in NCCL's log, empty if NCCL was not used.
     """
     program = (sys.executable, "-m", "nxtrain.tools.doctor.collectives_rank", backend, str(limit_s))
     started = [

@@ -1,7 +1,7 @@
-"""Rank of `nxtrain doctor --collectives`: arrives, waits for the others, and measures sums over all ranks.
+"""Rank process of `nxtrain doctor --collectives`: joins the other ranks, and measures all-reduces.
 
-python -m nxtrain.tools.doctor.collectives_rank BACKEND LIMIT_S, with the variables of torchrun.
-Prints one line of JSON.
+python -m nxtrain.tools.doctor.collectives_rank BACKEND LIMIT_S, with the environment variables of torchrun. Prints one
+line of JSON.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from nxtrain.common.mesh import Mesh
 from nxtrain.common.process.placement import Placement
 
 SIZES_BYTES = (1 << 10, 1 << 20, 1 << 24)
-"""Tensors that are summed: the least shows the latency, the largest the bandwidth."""
+"""Sizes of the all-reduced tensors in bytes: the smallest shows the latency, the largest the bandwidth."""
 
 REPEATS = 10
 POLL_S = 0.05
 
 
 def join(backend: str, limit_s: float) -> dict[str, Any]:
-    """Meet the other ranks, and measure sums over all ranks.
+    """Join the other ranks, and measure all-reduces over all ranks.
 
     Returns:
-        `missing`, the ranks that did not arrive; `error`, empty if all is well; and `rows`, bytes and seconds.
+        `missing`: ranks that did not join. `error`: message, empty without an error. `rows`: bytes and seconds of each
+        all-reduce.
     """
     placement = Placement.read()
     host = os.environ["MASTER_ADDR"]
@@ -60,7 +61,7 @@ def join(backend: str, limit_s: float) -> dict[str, Any]:
 
 
 def _unreachable(host: str, port: int, limit_s: float) -> str:
-    """Try to connect to an address; return the reason if no server answers within the limit, else nothing.
+    """Try to connect to an address within a time limit, and return the error; empty if a server answered.
 
     torch itself would wait without a limit.
     """
@@ -76,7 +77,7 @@ def _unreachable(host: str, port: int, limit_s: float) -> str:
 
 
 def _missing(store: Store, placement: Placement, limit_s: float) -> list[int]:
-    """Ranks that did not arrive within the limit."""
+    """Ranks that did not join within the time limit."""
     store.set(f"doctor/{placement.rank}", socket.gethostname())
     limit = time.monotonic() + limit_s
     waiting = list(range(placement.world))

@@ -1,4 +1,4 @@
-"""Checks of accelerators and of the network between machines: counts, driver, memory errors, processes, EFA."""
+"""Checks of accelerators and EFA devices: counts, driver, memory errors, and processes that hold devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from nxtrain.tools.doctor.outputs import (
 )
 
 COUNTERS = ("mem_ecc_uncorrected", "sram_ecc_uncorrected")
-"""Counters of the Neuron driver, in a folder per chip whose layout differs by release. Repairable errors count apart.
+"""Neuron driver's counters of uncorrectable memory errors.
+
+They are files in one folder per chip, whose layout differs by release. Correctable errors have other counters.
 
 Source: tools/neuron-sys-tools/neuron-sysfs-user-guide.rst in https://github.com/aws-neuron/aws-neuron-sdk.
 """
@@ -29,7 +31,7 @@ Source: tools/neuron-sys-tools/neuron-sysfs-user-guide.rst in https://github.com
 NEURON_SYSFS = "/sys/devices/virtual/neuron_device"
 
 PAIRS = {(2, 29): (2, 25), (2, 30): (2, 26), (2, 31): (2, 27), (2, 32): (2, 28), (2, 33): (2, 29), (2, 34): (2, 30)}
-"""Driver that was released with each runtime library, of Neuron SDK 2.27 to 2.32.
+"""Driver version released with each version of the runtime library, for Neuron SDK 2.27 to 2.32.
 
 Source: src/helperscripts/n2-manifest.json in https://github.com/aws-neuron/aws-neuron-sdk at 81ce03a.
 """
@@ -38,7 +40,12 @@ REPLACE = "drain the node and have it replaced (scontrol update, kubectl drain, 
 
 
 def check_devices(host: Host, machine: Machine | None, *, needs_all: bool) -> Iterator[Finding]:
-    """Check accelerators and EFA; `needs_all`: a run is about to start, so that no process may hold a device."""
+    """Check the accelerators and EFA devices of a machine.
+
+    Args:
+        needs_all: A run is about to start, so any process that holds a device is a fault. Otherwise only processes
+            without a parent are.
+    """
     try:
         devices = _list_devices(host, machine)
     except (ToolError, ToolOutputError) as error:
@@ -56,7 +63,7 @@ def check_devices(host: Host, machine: Machine | None, *, needs_all: bool) -> It
 
 
 def _list_devices(host: Host, machine: Machine | None) -> Devices | None:
-    """Accelerators of the machine; None if neither a tool nor the driver knows any."""
+    """List the accelerators of a machine; None if neither a tool nor the driver reports any."""
     may_have_chips = machine is None or machine.resource == NEURON
     if may_have_chips:
         text = host.run("neuron-ls", "--json-output")
@@ -107,7 +114,7 @@ def _processes(host: Host, holders: Sequence[Holder], needs_all: bool) -> Findin
 
 
 def _is_orphan(host: Host, pid: int) -> bool:
-    """True if a process has lost its parent, as ranks do whose agent was killed."""
+    """Return True if a process has lost its parent, as ranks do whose agent was killed."""
     fields = host.read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return len(fields) > 1 and fields[1] == "1" and pid != 1
 
@@ -129,7 +136,10 @@ def _ecc(host: Host, devices: Devices, machine: Machine | None) -> Finding:
 
 
 def _counter_value(path: Path) -> int:
-    """Value of a counter: a file, or in some releases a folder with a file `total`; 0 if there is no number."""
+    """Value of a Neuron driver's error counter; 0 if the counter contains no number.
+
+    A counter is a file, or in some releases a folder with a file `total`.
+    """
     if path.is_dir():
         path = path / "total"
     if not path.is_file():
@@ -147,7 +157,7 @@ def _pair(host: Host) -> Finding:
         return fault("driver", "the Neuron driver is not loaded", "no process finds a device", fix)
     try:
         text = host.run("dpkg-query", "--show", "--showformat=${Version}", "aws-neuronx-runtime-lib") or ""
-    except ToolError:  # packages of rpm, or the runtime of a container
+    except ToolError:  # a system with rpm packages, or a container without this package
         text = ""
     have, runtime = _minor(driver), _minor(text)
     needed = PAIRS.get(runtime)
@@ -172,7 +182,7 @@ def _efa(host: Host, machine: Machine) -> Finding:
     why = "collectives between machines fail, or fall back to TCP at a fraction of the speed"
     try:
         text = host.run("fi_info", "-p", "efa")
-    except ToolError as error:  # fi_info ends with an error where it finds no device
+    except ToolError as error:  # fi_info ends with an error if it finds no device
         return fault("efa", str(error), why, fix)
     folder = host.at("/sys/class/infiniband")
     names: tuple[str, ...] = ()

@@ -1,4 +1,7 @@
-"""`nxtrain doctor`: all checks of this machine, as text, as JSON, for Slurm's health check and a pod's probe."""
+"""`nxtrain doctor`: all health checks of this machine.
+
+The results are text or JSON, for Slurm's health check program and for a pod's probe.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,14 @@ EXIT_CODE = BackendError.exit_code  # exit code if a check found a fault
 def examine(
     path: Path | None, overrides: Sequence[str], *, collectives: bool, world: World | None, host: Host | None = None
 ) -> Iterator[Finding]:
-    """Results of all checks, each as soon as its check ends.
+    """Run all checks of this machine, and yield each result as soon as its check ends.
 
     Args:
         path: Configuration of a run that is about to start here; None: the machine is checked for any run.
-        collectives: Test the links, too, which starts processes that import torch.
-        world: Machines that test their links together; None: this one alone.
+        overrides: Overrides of configuration keys.
+        collectives: Check the links too, which starts processes that import torch.
+        world: Machines that check their links together; None: this machine alone.
+        host: Machine to check; None: this one.
     """
     loaded: Loaded | None = None
     config = RunConfig()
@@ -62,7 +67,7 @@ def examine(
 
 
 def _guarded(name: str, checks: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Findings of checks; a file or program that fails is a finding, and ends no other check."""
+    """Yield the findings of a group of checks; a missing file or failing program becomes a finding."""
     try:
         yield from checks()
     except (OSError, ToolError) as error:
@@ -70,25 +75,25 @@ def _guarded(name: str, checks: Callable[[], Iterable[Finding]]) -> Iterator[Fin
 
 
 def _needed_bytes(path: Path | None, overrides: Sequence[str], loaded: Loaded | None) -> int:
-    """Bytes that a run needs for its kept checkpoints, and for one that is being written."""
+    """Disk space in bytes that a run needs for its kept checkpoints and for one that is being written."""
     if path is None or loaded is None:
         return MIN_FREE_BYTES
     if not loaded.config.checkpoint.every:
         return 0
     try:
         prediction, _ = predict(path, overrides, Question(), Assumptions())
-    except (ConfigError, StorageError):  # no machine of the table, or no answer of the Hub
+    except (ConfigError, StorageError):  # the machine is unknown, or the Hub does not answer
         return MIN_FREE_BYTES
     return prediction.checkpoint_bytes * (loaded.config.checkpoint.keep + 1)
 
 
 def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    """All findings for scripts."""
+    """Convert all findings to JSON types."""
     return {"ok": all(finding.ok for finding in findings), "findings": [asdict(finding) for finding in findings]}
 
 
 def line_of(finding: Finding) -> str:
-    """Text of a finding, with the cause and the fix of a fault."""
+    """Format a finding as text, with cause and fix if it is a fault."""
     if finding.ok:
         return f"{'ok':6}{finding.name:12}{finding.what}"
     return f"{'FAULT':6}{finding.name:12}{finding.what}\n{'':18}why: {finding.why}\n{'':18}fix: {finding.fix}"

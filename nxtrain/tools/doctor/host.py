@@ -1,4 +1,4 @@
-"""Checks of the host: instance, limits, shared memory, disks, compile cache, clock, ports."""
+"""Checks of the host: instance type, limits, shared memory, disks, compile cache, clock and ports."""
 
 from __future__ import annotations
 
@@ -23,12 +23,17 @@ MIN_FILES = 8192  # open files that a rank may need: shards, sockets to all peer
 MIN_SHM_BYTES = GIB  # shared memory that ranks of a machine need; a container has 64 MiB unless it asks for more
 MIN_FREE_BYTES = 5 * GIB  # free space on a disk that a run writes to, if nothing better is known
 MIN_CACHE_BYTES = 10 * GIB  # free space for compiled graphs
-MAX_OFFSET_S = 1.0  # offset of a clock beyond which logs of several machines cannot be put in order
-SET_SINCE = 1735689600.0  # 2025-01-01: a clock that shows less is not set
+MAX_OFFSET_S = 1.0  # largest clock offset with which logs of several machines can still be ordered
+SET_SINCE = 1735689600.0  # 2025-01-01; a clock that shows an earlier time was never set
 
 
 def check_instance(name: str, wanted: str, machine: Machine | None) -> Finding:
-    """Check the kind of machine that reports its name against the one that the run wants; both may be empty."""
+    """Check the machine's instance type against `cluster.instance` of the run.
+
+    Args:
+        name: Instance type that the machine reports; empty if unknown.
+        wanted: Instance type of the configuration; empty if not set.
+    """
     if wanted and name and wanted != name:
         why = "environment, graphs and degrees of the run are made for another machine"
         return fault("instance", f"{name}, but cluster.instance={wanted}", why, f"set cluster.instance={name}, or move")
@@ -38,7 +43,7 @@ def check_instance(name: str, wanted: str, machine: Machine | None) -> Finding:
 
 
 def check_host(host: Host, machine: Machine | None) -> Iterator[Finding]:
-    """Check limits, shared memory and clock."""
+    """Check resource limits, shared memory and clock of the host."""
     yield _limits(machine)
     yield _shared_memory(host)
     yield _clock(host)
@@ -89,7 +94,7 @@ def _clock(host: Host) -> Finding:
 
 
 def check_disk(folder: Path, needed_bytes: int = MIN_FREE_BYTES) -> Finding:
-    """Check the disk of a run, whose folder need not exist."""
+    """Check that the disk of a run folder is writable and has enough space; the folder need not exist."""
     there = _existing(folder)
     free = shutil.disk_usage(there).free
     if not there.is_dir():
@@ -106,7 +111,7 @@ def check_disk(folder: Path, needed_bytes: int = MIN_FREE_BYTES) -> Finding:
 
 
 def check_cache(config: CompileConfig) -> Finding:
-    """Check that compiled graphs go to a disk of this machine that has space."""
+    """Check that the compile cache is on a local, writable disk with enough space."""
     try:
         folder = cache_folder(config)
     except ConfigError as error:
@@ -130,10 +135,10 @@ def _existing(folder: Path) -> Path:
 
 
 def check_port(host: Host, port: int, *, needs_all: bool) -> Finding:
-    """Check that nothing listens on the port of the rendezvous.
+    """Check that no program listens on the port of the rendezvous.
 
     Args:
-        needs_all: A run is about to start; otherwise the port may be that of a run.
+        needs_all: A run is about to start, so a used port is a fault. Otherwise a running run may use the port.
 
     Source: https://docs.kernel.org/networking/proc_net_tcp.html: the local address is the second field, and the state
     of a listening socket, the fourth, is 0A.

@@ -18,12 +18,12 @@ from typing import Any
 
 
 class ToolOutputError(ValueError):
-    """Error of a tool's output in an unknown form."""
+    """Error for a tool's output that has an unknown form."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Process that holds devices."""
+    """Process that holds accelerators open."""
 
     pid: int
     command: str  # command line, perhaps shortened
@@ -32,7 +32,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class Devices:
-    """Accelerators as their tool lists them."""
+    """Accelerators of a machine, with the processes that hold them and their memory errors."""
 
     numbers: tuple[int, ...]
     holders: tuple[Holder, ...] = ()
@@ -40,7 +40,7 @@ class Devices:
 
 
 def parse_neuron_ls(text: str) -> Devices:
-    """Parse `neuron-ls --json-output`: a list of devices, or an object that holds the list under some key."""
+    """Parse `neuron-ls --json-output`: a list of devices, or an object with that list as its only list."""
     try:
         rows = json.loads(text)
         if isinstance(rows, dict):
@@ -62,7 +62,7 @@ UUID_QUERY = "index,uuid"
 
 
 def parse_nvidia_smi(gpus: str, uuids: str, processes: str) -> Devices:
-    """Parse `nvidia-smi --format=csv,noheader` of `GPU_QUERY`, `UUID_QUERY` and `PROCESS_QUERY`."""
+    """Parse the CSV output of nvidia-smi for `GPU_QUERY`, `UUID_QUERY` and `PROCESS_QUERY`."""
     try:
         rows = [(int(index), errors) for index, errors in _lines(gpus)]
         index_of = {uuid: int(index) for index, uuid in _lines(uuids)}
@@ -72,7 +72,7 @@ def parse_nvidia_smi(gpus: str, uuids: str, processes: str) -> Devices:
             devices.append(index_of[uuid])
         ecc = tuple((index, int(errors)) for index, errors in rows if errors.isdecimal())  # else [N/A]
     except (csv.Error, ValueError, KeyError) as error:
-        raise ToolOutputError(f"nvidia-smi printed another table: {error!r}") from error
+        raise ToolOutputError(f"nvidia-smi printed a table of an unknown form: {error!r}") from error
     return Devices(tuple(index for index, _ in rows), _holders(held), ecc)
 
 
@@ -90,20 +90,20 @@ def _lines(text: str) -> list[list[str]]:
 
 
 def parse_fi_info(text: str) -> tuple[str, ...]:
-    """EFA devices of `fi_info -p efa`, which lists each several times: for datagrams, and for reliable messages."""
+    """Parse the names of EFA devices from `fi_info -p efa`, which lists each device once per endpoint type."""
     domains = re.findall(r"^[ \t]*domain:[ \t]*(\S+)", text, re.MULTILINE)
     return tuple(sorted({re.sub(r"-(rdm|dgrm)$", "", domain) for domain in domains}))
 
 
 def parse_nccl_network(text: str) -> str:
-    """Network that NCCL took, of its lines under `NCCL_DEBUG=INFO`; empty: no line names one."""
+    """Parse the network that NCCL uses from its log under `NCCL_DEBUG=INFO`; empty if no line names a network."""
     names = re.findall(r"NCCL INFO Using network (.+?)\s*$", text, re.MULTILINE)
     return names[-1] if names else ""
 
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """One line of a sweep over sizes."""
+    """Time and bandwidth of a collective for one tensor size."""
 
     size_bytes: int  # bytes of the whole tensor
     time_s: float
@@ -111,7 +111,7 @@ class Bandwidth:
 
 
 def parse_nccom_test(text: str) -> tuple[Bandwidth, ...]:
-    """Parse the table of `nccom-test`, whose columns differ by options; bandwidths are in GiB/s."""
+    """Parse the table of `nccom-test`, whose columns depend on its options; its bandwidths are in GiB/s."""
     rows: list[Bandwidth] = []
     columns: list[str] = []
     for line in text.splitlines():
@@ -133,21 +133,21 @@ def _bandwidth(row: Mapping[str, str]) -> Bandwidth:
             column = "time:avg(us)"
         time = float(row[column])
     except (ValueError, KeyError) as error:
-        raise ToolOutputError(f"nccom-test printed another table: {error!r}") from error
+        raise ToolOutputError(f"nccom-test printed a table of an unknown form: {error!r}") from error
     if not (math.isfinite(time) and math.isfinite(bandwidth)):
-        raise ToolOutputError(f"nccom-test printed a time of {time} us and a bandwidth of {bandwidth} GB/s")
+        raise ToolOutputError(f"nccom-test printed {time} us and {bandwidth} GB/s, which are no finite measurement")
     return Bandwidth(size, time / 1e6, bandwidth * 2**30)
 
 
 def parse_chronyc(text: str) -> float | None:
-    """Seconds between the clock and its source, from `chronyc -c tracking`; None if the clock has no source."""
+    """Parse the clock's offset in seconds from `chronyc -c tracking`; None if the clock has no time source."""
     fields: list[Any] = text.strip().split(",")
     try:
         offset, leap = abs(float(fields[4])), fields[13]
     except (IndexError, ValueError) as error:
-        raise ToolOutputError("chronyc printed another line") from error
+        raise ToolOutputError("chronyc -c tracking printed a line of an unknown form") from error
     if not math.isfinite(offset):
-        raise ToolOutputError(f"chronyc printed an offset of {offset}")
+        raise ToolOutputError(f"chronyc printed a clock offset of {offset}, which is not finite")
     if leap == "Not synchronised":
         return None
     return offset

@@ -1,4 +1,4 @@
-"""Checks of installed packages: placeholders, the SDK and its match with torch, NeuronX Distributed."""
+"""Checks of installed packages: placeholders of AWS packages, torch, the Neuron SDK and NeuronX Distributed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ AWS_PACKAGES = (
     *("torch-neuronx", "neuronx-cc", "libneuronxla", "neuronx-distributed", "neuronx-distributed-training"),
     *("nki", "neuron-cc", "torch-neuron"),
 )
-"""Packages of AWS, under whose names PyPI may have placeholders."""
+"""AWS packages whose names on PyPI may lead to empty placeholder packages."""
 
 NEWEST_TORCH = (2, 15)
-"""Newest release of torch that the tests have run on; continuous integration names the same one."""
+"""Newest release of torch that the tests ran with; continuous integration uses the same release."""
 
 
 def check_packages(machine: Machine | None) -> Iterator[Finding]:
-    """Check the environment of this Python; without a machine, no vendor's package is expected."""
+    """Check the packages of this Python environment; without a known machine, no vendor package is required."""
     yield _placeholders()
     yield _torch(machine)
     if machine is not None and machine.resource == NEURON:
@@ -70,7 +70,7 @@ def _torch(machine: Machine | None) -> Finding:
 
 
 def _neuron() -> Finding:
-    """Check that one of the two environments for Trainium is complete."""
+    """Check that the packages of PyTorch/XLA or of TorchNeuron are complete, which are the two ways to use Trainium."""
     support = torchneuron.support() if torchneuron.detect() else sdk.support()
     if support.ok:
         return fine("sdk", support.reason)

@@ -1,1 +1,1 @@
-"""Generation, and evaluation by local tasks and by the lm-evaluation-harness."""
+"""Text generation, and evaluation of models by local tasks and by the lm-evaluation-harness."""

@@ -1,4 +1,4 @@
-"""`nxtrain eval`: find checkpoints, run the tasks that are not done yet, and show the results."""
+"""`nxtrain eval`: find checkpoints, run tasks that have no result yet, and show the results."""
 
 from __future__ import annotations
 
@@ -31,38 +31,41 @@ from nxtrain.tools.eval.suites import Choice, choose_tasks
 from nxtrain.tools.eval.task import Metrics, Task, is_number
 from nxtrain.tools.eval.trained import Trained
 
-DEFAULT_LIMIT = 200  # requests of a local task
-MAX_LIMIT = 1_000_000  # most requests of a local task, all of which are in memory; most tasks could go on without end
+DEFAULT_LIMIT = 200  # default number of requests of a local task
+MAX_LIMIT = 1_000_000  # largest number of requests of a local task; all of them are in memory
 
 WAIT_S = 86_400.0
-"""Seconds that ranks wait for the leader, which fetches the data of tasks, and may run programs for hours."""
+"""Timeout in seconds with which ranks wait for the leader.
+
+The leader downloads the data of tasks, and may run generated programs for hours.
+"""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of an evaluation."""
+    """Options of `nxtrain eval`."""
 
     tasks: tuple[str, ...] = ()  # names of tasks and suites; empty: the offline suite
     every: bool = False  # True for every checkpoint of a run, not only the newest
     seed: int = 0
-    limit: int = 0  # most requests of a task; 0: 200 of each local task, all of the others
+    limit: int = 0  # maximum requests per task; 0: 200 for each local task, all for other tasks
     folder: Path | None = None  # folder of the user's own tasks of the harness
-    tp: int = 1  # ranks that share each model
-    pairs: Path | None = None  # prepared corpus of pairs; without tasks, the only task
-    reference: str = ""  # address of the model with which answers of pairs are compared; empty: none
-    beta: float = 0.1  # factor of rewards beside a reference
+    tp: int = 1  # tensor parallel ranks of each model
+    pairs: Path | None = None  # prepared corpus of preference pairs; if `tasks` is empty, no other task runs
+    reference: str = ""  # address of the reference model for preference pairs; empty: no reference
+    beta: float = 0.1  # factor of rewards relative to a reference, as in DPO
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results of one checkpoint."""
+    """Evaluation results of one checkpoint."""
 
     model: Trained
     tasks: dict[str, Metrics]
     texts: str  # origin of the texts of the local tasks
 
     def to_json(self) -> dict[str, Any]:
-        """Content of `--json`."""
+        """Convert the results to JSON types, for `--json`."""
         return {
             "checkpoint": str(self.model.location),
             "step": self.model.step,
@@ -73,10 +76,11 @@ class Evaluation:
 
 
 def evaluate(address: str, options: Options, note: Callable[[str], None] = lambda line: None) -> list[Evaluation]:
-    """Evaluate checkpoints; every rank calls this, and ranks share the requests.
+    """Evaluate one or more checkpoints; every rank calls this function and scores a part of the requests.
 
     Args:
         address: A run folder, a checkpoint, a mirror or its address, or a Hugging Face folder.
+        note: Called with lines about the progress.
     """
     with Progress("reading the names of tasks", console=standard_error(quiet=not Placement.read().is_leader)):
         choices: Sequence[Choice] = ()
@@ -120,7 +124,7 @@ def evaluate(address: str, options: Options, note: Callable[[str], None] = lambd
 
 
 def _say_nothing(line: str) -> None:
-    """Print nothing, on ranks that do not lead."""
+    """Print nothing; used on all ranks except the leader."""
 
 
 def _tasks(
@@ -131,7 +135,7 @@ def _tasks(
     options: Options,
     note: Callable[[str], None],
 ) -> tuple[str, list[Task | HarnessTask | PairsTask]]:
-    """Origin of the texts of local tasks, and the tasks with their requests."""
+    """Origin of the texts of local tasks, and all chosen tasks with their requests."""
     origin, texts = "", list[str]()
     if any(choice.is_local for choice in choices):
         origin, texts = texts_of(run, model.tokenizer, model.ends)
@@ -158,7 +162,7 @@ def _evaluate(
     waiting: Ranks,
     note: Callable[[str], None],
 ) -> dict[str, Metrics]:
-    """Metrics of the tasks of a checkpoint; tasks with a result in the run folder do not run again."""
+    """Metrics of all tasks for one checkpoint; tasks with a result in the run folder do not run again."""
     record = ranks.on_leader(lambda: Record(run), f"cannot read the evaluations of {run}")
     results: dict[str, Metrics] = {}
     scorer: Scorer | None = None
@@ -198,7 +202,7 @@ def _run(
 
 
 def _kept(address: str) -> list[str]:
-    """Every complete checkpoint of a run folder, a `checkpoints` folder or a mirror, oldest first."""
+    """Addresses of all complete checkpoints in a run folder, a `checkpoints` folder or a mirror, oldest first."""
     location = location_of(address)
     kept = []
     if isinstance(location, Path):
@@ -209,12 +213,12 @@ def _kept(address: str) -> list[str]:
             mirror = Mirror(open_store(folder))
             kept += [str(mirror.folder(step)) for step in mirror.steps()]
     if not kept:
-        raise ConfigError(f"{address} keeps no checkpoints; --all takes a run folder or a mirror")
+        raise ConfigError(f"{address} has no checkpoints; --all takes a run folder or a mirror")
     return kept
 
 
 def _run_of(model: Trained) -> Path | None:
-    """Run folder of a checkpoint; None if the checkpoint is in none."""
+    """Run folder of a checkpoint; None if the checkpoint is in no run folder."""
     if model.is_hf or not isinstance(model.location, Path):
         return None
     folder = model.location.resolve().parent.parent
@@ -224,7 +228,7 @@ def _run_of(model: Trained) -> Path | None:
 
 
 def table(evaluations: Sequence[Evaluation]) -> str:
-    """Table of results for the terminal: a line for each task of each checkpoint."""
+    """Format evaluation results as a table for the terminal, with one line per task and checkpoint."""
     lines = []
     for evaluation in evaluations:
         head = str(evaluation.model.location)
@@ -246,7 +250,7 @@ def table(evaluations: Sequence[Evaluation]) -> str:
 
 
 class Record:
-    """Results of a run folder; results of other models stay in memory."""
+    """Evaluation results stored in a run folder; without a run folder, results stay in memory."""
 
     def __init__(self, folder: Path | None) -> None:
         self._file = folder / EVALUATIONS_FILE if folder else None
@@ -257,11 +261,15 @@ class Record:
                     self._done[line["weights"], line["task"], line["question"]] = line["metrics"]
 
     def find(self, model: Trained, task: str, question: str) -> Metrics | None:
-        """Result of a task for requests of an identity, which depends on seed and limit; None if it is not done."""
+        """Look up a task's stored result; None if there is none.
+
+        Args:
+            question: Identity of the task's requests, which depends on seed and limit.
+        """
         return self._done.get((model.identity, task, question))
 
     def add(self, model: Trained, task: str, question: str, metrics: Metrics) -> None:
-        """Append a result."""
+        """Append a task's result to the record."""
         line = {"step": model.step, "tokens": model.tokens, "weights": model.identity}
         line |= {"task": task, "question": question, "metrics": dict(metrics)}
         if self._file:
@@ -270,7 +278,7 @@ class Record:
 
 
 def _is_whole(line: Mapping[str, Any]) -> bool:
-    """True if a line is a valid record of this file, with metrics as `Metrics` describes them."""
+    """Return True if a line of the file is a valid record, with metrics as described by `Metrics`."""
     metrics = line.get("metrics")
     if not isinstance(metrics, dict) or not metrics.keys() >= {"stderr", "n"} or next(iter(metrics)) in ("stderr", "n"):
         return False

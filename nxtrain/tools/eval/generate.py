@@ -1,4 +1,4 @@
-"""Continue texts with the weights of a checkpoint, or of a Hugging Face folder: one text, or several at once."""
+"""Text generation with a checkpoint or Hugging Face folder, for one prompt or a batch of prompts."""
 
 from __future__ import annotations
 
@@ -20,24 +20,32 @@ from nxtrain.nn.decoding import Decoder
 from nxtrain.tools.eval.trained import Trained
 
 Ending = Literal["", "end", "stop", "tokens", "length"]
-"""End of a continuation: the model's token, a stop text, the number of tokens, the model's length; empty: none yet."""
+"""Reason why a continuation ended; empty while it has not.
+
+`end`: the model's end-of-text token. `stop`: a stop text. `tokens`: the requested number of tokens. `length`: the
+model's maximum sequence length.
+"""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Rule by which tokens are drawn.
+    """Sampling parameters for the next token.
 
     Source: Holtzman et al. 2020 (arXiv:1904.09751) section 3.1, for top_p.
     """
 
-    temperature: float = 0.8  # divides the scores; 0 takes the likeliest token
-    top_k: int = 50  # number of likeliest tokens to choose among; 0: all
-    top_p: float = 1.0  # joint probability of the likeliest tokens to choose among; 1: all
+    temperature: float = 0.8  # divides the logits; 0 takes the most likely token
+    top_k: int = 50  # number of most likely tokens to sample from; 0: all
+    top_p: float = 1.0  # joint probability of the most likely tokens to sample from; 1: all
 
     def draw(self, scores: Tensor, generator: torch.Generator) -> int:
-        """Choose a token by the scores (V,) of the vocabulary; scores that are not finite are a DivergedError."""
+        """Sample a token id from the logits (V,) of the vocabulary.
+
+        Raises:
+            DivergedError: A logit is not finite.
+        """
         if not bool(torch.isfinite(scores).all()):
-            raise DivergedError("the model's scores are not finite: its weights diverged; take an earlier checkpoint")
+            raise DivergedError("the model's logits are not finite: its weights diverged; use an earlier checkpoint")
         if self.temperature == 0:
             return int(scores.argmax())
         best, tokens = scores.double().topk(min(self.top_k or scores.numel(), scores.numel()))
@@ -49,13 +57,13 @@ class Sampling:
         return int(tokens[torch.multinomial(chances, 1, generator=generator)])
 
 
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # character that a tokenizer decodes from bytes that form no whole character
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # decoded by a tokenizer from bytes that form no complete character
 
 
 class Detokenizer:
-    """Text of a growing list of tokens, in pieces that split no character.
+    """Incremental detokenizer: turns a growing list of tokens into text, in pieces that never split a character.
 
-    Tokens are decoded together with the tokens before them, since the first token of a text may lose its space.
+    Tokens are decoded together with the tokens before them, since a text's first token may lose its leading space.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -64,7 +72,7 @@ class Detokenizer:
         self._context = self._shown = 0
 
     def add(self, ids: Sequence[int], *, is_whole: bool = False) -> str:
-        """Append tokens and return the new whole characters.
+        """Append tokens and return the newly completed characters.
 
         Args:
             is_whole: No further token belongs to the last character, which may be `_UNFINISHED` itself.
@@ -77,7 +85,7 @@ class Detokenizer:
         return text
 
     def rest(self) -> str:
-        """Text at the end that forms no whole character."""
+        """Return the text at the end that forms no complete character."""
         return self._new_text()
 
     def _new_text(self) -> str:
@@ -86,7 +94,11 @@ class Detokenizer:
 
 
 class Stops:
-    """Filter that ends a text before the first stop text; `has_ended` is True once there was one."""
+    """Filter that cuts a growing text before the first stop text.
+
+    Attributes:
+        has_ended: True once a stop text was found.
+    """
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = tuple(texts)
@@ -94,7 +106,10 @@ class Stops:
         self.has_ended = False
 
     def add(self, text: str) -> str:
-        """Append text and return the part to show: all before a stop text, or before an end that may begin one."""
+        """Append generated text, and return the part of it that cannot begin a stop text.
+
+        The rest is held back until more text follows. Text from a stop text on is dropped.
+        """
         self._held += text
         starts = [self._held.find(stop) for stop in self._texts if stop in self._held]
         if starts:
@@ -111,17 +126,22 @@ class Stops:
         return shown
 
     def rest(self) -> str:
-        """Return the text that was held back."""
+        """Return the text that was held back because it might have begun a stop text."""
         shown, self._held = self._held, ""
         return shown
 
 
 class Continuation:
-    """A text that grows token by token, by `count` tokens at most, until one of `ends` or a stop text.
+    """Prompt and the text generated after it, token by token.
+
+    The text ends after `count` tokens, at a token of `ends`, or before a stop text.
 
     Args:
-        ids: Tokens of the prompt.
-        seed: Seed of the random generator; a text's tokens depend on no other text.
+        ids: Token ids of the prompt.
+        count: Maximum number of tokens to add.
+        ends: Ids of end-of-text tokens.
+        stops: Stop texts.
+        seed: Seed of this text's own random generator, so that its tokens do not depend on other texts.
     """
 
     def __init__(
@@ -145,7 +165,7 @@ class Continuation:
         self.ending: Ending = ""
 
     def add(self, token: int) -> str:
-        """Append a token; return the text that the token completes."""
+        """Append a token, and return the text that the token completes."""
         if token in self._ends:
             return self._end("end")
         self.added.append(token)
@@ -157,7 +177,7 @@ class Continuation:
         return piece
 
     def to_json(self) -> dict[str, Any]:
-        """Text, number of added tokens, and reason of the end."""
+        """Convert to JSON types: generated text, number of added tokens, and reason of the end."""
         return {"text": self.text, "tokens": len(self.added), "ending": self.ending}
 
     def _end(self, ending: Ending) -> str:
@@ -174,7 +194,10 @@ class Continuation:
 
 
 def extend(decoder: Decoder, texts: Sequence[Continuation], sampling: Sampling) -> Iterator[tuple[int, str]]:
-    """Continue texts until each has ended, and yield the number of a text with its next piece in whole characters."""
+    """Generate continuations in a batch until each has ended.
+
+    Yields the index of a continuation with its next piece of text, which splits no character.
+    """
     decoder.begin(len(texts))
     pieces: list[Sequence[int]] = [text.ids for text in texts]
     while any(pieces):
@@ -189,7 +212,7 @@ def extend(decoder: Decoder, texts: Sequence[Continuation], sampling: Sampling) 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """Texts to continue together."""
+    """Prompts to continue in one batch, with their limits."""
 
     prompts: tuple[str, ...]
     max_new_tokens: int  # tokens to add; fewer if a text ends or reaches the model's length
@@ -205,7 +228,7 @@ class GenerateRequest:
                 text.encode()
             except UnicodeEncodeError as error:
                 at = f"at character {error.start}"
-                raise ConfigError(f"--prompt and --stop take UTF-8 text, and {text[:40]!a} is none {at}") from error
+                raise ConfigError(f"--prompt and --stop take UTF-8 text, but {text[:40]!a} is invalid {at}") from error
 
 
 def generate(
@@ -215,11 +238,12 @@ def generate(
     show: Callable[[int, str], None] | None = None,
     on_found: Callable[[Trained], None] = lambda model: None,
 ) -> tuple[Trained, list[Continuation]]:
-    """Continue texts; every rank of a tensor parallel world calls this, and gets the same texts.
+    """Generate continuations with a model; every tensor parallel rank calls this function and gets the same texts.
 
     Args:
         address: A checkpoint, a run folder, a mirror or its address, or a Hugging Face folder.
-        show: Called with the number of a text and its next piece, first with each prompt; None: progress is printed.
+        show: Called with a prompt's index and its next piece of text, first with the prompt itself; None: progress is
+            printed.
         on_found: Called with the model before its weights are read.
     """
     model = Trained.find(address)
@@ -240,9 +264,9 @@ def generate_on(
     sampling: Sampling,
     show: Callable[[int, str], None] | None = None,
 ) -> list[Continuation]:
-    """Continue texts on an open backend, whose ranks share the model by tensor parallelism; see `generate`.
+    """Generate continuations on an open backend, whose ranks share the model by tensor parallelism; see `generate`.
 
-    The first rank prints the progress of all work before the first token.
+    The first rank prints the progress until the first token.
     """
     mesh = Mesh.build(backend.world, backend.rank, tp=backend.world)
     backend.lay_out(mesh)
@@ -282,7 +306,7 @@ def _refuse_misfit(ids: Sequence[int], model: Trained) -> None:
     limit, length = model.config.longest_sequence
     if len(ids) >= length:
         raise ConfigError(
-            f"--prompt has {len(ids):,} tokens, and the model's length is {limit}={length:,} with what is added; "
+            f"--prompt has {len(ids):,} tokens; with the new tokens, the model's maximum is {limit}={length:,}; "
             f"shorten the prompt by {len(ids) - length + 1:,} tokens or more"
         )
     model.refuse_foreign(max(ids))

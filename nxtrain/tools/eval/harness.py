@@ -1,6 +1,6 @@
-"""Tasks of the lm-evaluation-harness on a model of ours, for machines that reach the tasks' data.
+"""Tasks of the lm-evaluation-harness, for machines that can download the tasks' data.
 
-Only the leader runs the harness, whose requests all ranks share: see `nxtrain.tools.eval.leader_scorer`.
+Only the leader runs the harness. All ranks share its requests: see `nxtrain.tools.eval.leader_scorer`.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ if TYPE_CHECKING:
 PACKAGE = "lm_eval"
 
 CODE_VARIABLE = "HF_ALLOW_CODE_EVAL"
-"""Variable by which the user allows programs that the model writes to run on this machine."""
+"""Environment variable by which the user allows programs written by the model to run on this machine."""
 
-ADDED_TOKENS = 256  # tokens to add where a task gives no number
+ADDED_TOKENS = 256  # maximum number of generated tokens if a task sets none
 
 
 @dataclass(frozen=True)
 class HarnessTask:
-    """A task or a group of tasks of the harness."""
+    """One task or group of tasks of the lm-evaluation-harness."""
 
     name: str
-    num_shots: int | None  # solved examples before each question; None: as the task has it
-    limit: int  # most requests of each task; 0: all
+    num_shots: int | None  # few-shot examples before each question; None: the task's own number
+    limit: int  # maximum requests of each task; 0: all
     seed: int
     registry: TaskManager
     definition: str = ""  # digest of the files that define the task, as `definition_of` gives it
 
     @property
     def identity(self) -> str:
-        """Name of the requests: results with equal identities answer the same questions."""
+        """Text that identifies the task's requests; results with equal identities answer the same questions."""
         shots = "own" if self.num_shots is None else self.num_shots
         identity = f"{PACKAGE}-{version(PACKAGE)} shots={shots} limit={self.limit} seed={self.seed}"
         if self.definition:
@@ -55,16 +55,20 @@ class HarnessTask:
         return identity
 
     def run(self, scorer: Scorer | LeaderScorer, answers: Path | None) -> Metrics:
-        """Run the task; only the leader calls this. A killed evaluation goes on from the folder of answers.
+        """Run the task in the harness; only the leader calls this method.
+
+        Args:
+            answers: Folder in which answers are kept, so that a killed evaluation continues; None: answers are not
+                kept.
 
         Raises:
-            DataError: The task's data is unavailable, its files are damaged, or it measures nothing.
+            DataError: The task's data is unavailable, its files are damaged, or it has no metrics.
         """
         from lm_eval.evaluator import simple_evaluate
 
         cache = None
         if answers:
-            answers.mkdir(parents=True, exist_ok=True)  # a failure is of the folder, and not of the task
+            answers.mkdir(parents=True, exist_ok=True)  # outside the try block, since its failure is not the task's
             # Answers of other weights, or of other examples, are in other files.
             names = (scorer.model.identity, self.name, self.identity)
             cache = str(answers / fingerprint([name.encode() for name in names]))
@@ -78,23 +82,23 @@ class HarnessTask:
                 log_samples=False,
                 task_manager=self.registry,
                 random_seed=self.seed,
-                numpy_random_seed=self.seed % (1 << 32),  # numpy takes no other seeds
+                numpy_random_seed=self.seed % (1 << 32),  # numpy accepts only 32-bit seeds
                 torch_random_seed=self.seed,
                 fewshot_random_seed=self.seed,
                 confirm_run_unsafe_code=os.environ.get(CODE_VARIABLE) == "1",
             )
-        except Exception as error:  # files of tasks hold expressions and code, which raise anything
+        except Exception as error:  # task files contain expressions and code, which may raise any exception
             if isinstance(error, NxtrainError | MemoryError) or is_of_the_scorer(error):
                 raise
             reason = (str(error).strip() or repr(error)).splitlines()[0]
             hint = "check the task's files, its data and the number of solved examples"
             kind = type(error).__name__
-            raise DataError(f"--tasks {self.name}: the harness cannot run it: {kind}: {reason}; {hint}") from error
+            raise DataError(f"--tasks {self.name}: the harness cannot run this: {kind}: {reason}; {hint}") from error
         return _metrics(self.name, evaluated)
 
 
 def is_installed() -> bool:
-    """True if the harness is installed."""
+    """Return True if the lm-evaluation-harness is installed."""
     try:
         version(PACKAGE)
     except PackageNotFoundError:
@@ -106,7 +110,12 @@ OWN_TASKS = Path(__file__).parent / "tasks"  # folder of nxtrain's tasks in the 
 
 
 def open_registry(wanted: Sequence[str], folder: Path | None) -> TaskManager:
-    """Registry of tasks: nxtrain's, those of the user's folder, and those of the harness if others are wanted."""
+    """Open the registry of tasks: nxtrain's, the user's, and the harness's if other tasks are wanted.
+
+    Args:
+        wanted: Names of the chosen tasks.
+        folder: Folder of the user's own tasks; None: no such folder.
+    """
     # The harness has thousands of files, which take seconds to read.
     own = _registry(folder, own_only=True)
     if set(wanted) <= set(own.all_tasks):
@@ -115,15 +124,15 @@ def open_registry(wanted: Sequence[str], folder: Path | None) -> TaskManager:
 
 
 _NAMING = re.compile(r"^\s*(?:- |(?:- )?[\"']?(?:task|group|tag)[\"']?\s*:)(.{0,300})$", re.MULTILINE)
-"""Lines of a task's file that may hold the name of a task, of a group or of a tag."""
+"""Pattern of lines in a task's YAML file that may contain the name of a task, group or tag."""
 
 _NAME = re.compile(r"[^\s,\[\]{}\"']+")
 
 
 def possible_names(folder: Path | None) -> frozenset[str]:
-    """Names of all tasks, groups and tags, and other words of their files.
+    """Superset of the names of all tasks, groups and tags: words of the tasks' files.
 
-    The registry parses the files, which takes ten times as long. A name that is not here is in no registry.
+    The registry parses these files, which takes ten times as long. A name that is not in this set is in no registry.
     """
     roots = [OWN_TASKS]
     package = find_spec(PACKAGE)
@@ -141,9 +150,9 @@ def possible_names(folder: Path | None) -> frozenset[str]:
 
 
 def definition_of(name: str, folder: Path | None) -> str:
-    """Digest of the files that define a task of nxtrain or of a folder; empty for the tasks of the harness itself.
+    """Digest of the files that define a task of nxtrain or of the user; empty for the harness's own tasks.
 
-    Data of the folder count by their sizes and times.
+    YAML and Python files count by content. Data files count by size and modification time.
     """
     if name not in _registry(folder, own_only=True).all_tasks:
         return ""
@@ -174,11 +183,11 @@ def _registry(folder: Path | None, *, own_only: bool) -> TaskManager:
 
 
 def adapter(scorer: Scorer | LeaderScorer, seed: int = 0) -> Any:
-    """Model of the harness that asks a scorer."""
+    """Model class of the harness that gets its results from a scorer."""
     from lm_eval.api.model import LM
 
     class ScoredLM(LM):  # type: ignore[misc, unused-ignore]
-        """Scorer as a model of the harness."""
+        """Adapter of a scorer to the model interface of the harness."""
 
         def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
             pairs = [request.args for request in requests]
@@ -206,7 +215,10 @@ def adapter(scorer: Scorer | LeaderScorer, seed: int = 0) -> Any:
 def _continued(
     scorer: Scorer | LeaderScorer, asked: Sequence[tuple[str, dict[str, Any]]], keep: Callable[..., None], seed: int
 ) -> list[str]:
-    """Continue texts, in one batch for each rule of sampling; drawn continuations are not kept."""
+    """Generate continuations for the harness, in one batch for each set of sampling parameters.
+
+    Only greedy continuations are kept in the harness's cache.
+    """
     from lm_eval.models.utils import normalize_gen_kwargs
 
     groups: dict[Sampling, list[int]] = {}
@@ -233,9 +245,10 @@ def _continued(
 
 
 def _metrics(name: str, evaluated: Any) -> Metrics:
-    """Metrics of a task; `stderr` belongs to the first metric, and the errors of the others have names of their own.
+    """Metrics of a task from the harness's results.
 
-    A group without a result of its own, or a tag, has those of its tasks, as `TASK_METRIC`.
+    `stderr` belongs to the first metric. The errors of other metrics have names of their own. A tag, or a group without
+    a result of its own, has the metrics of its tasks as `TASK_METRIC`.
     """
     results: dict[str, dict[str, Any]] = evaluated["results"]
     metrics, stderr = _finite(results.get(name, {}))
@@ -251,7 +264,7 @@ def _metrics(name: str, evaluated: Any) -> Metrics:
 
 
 def _finite(results: Mapping[str, Any]) -> tuple[dict[str, float | int], float | None]:
-    """Metrics of the harness that are finite numbers, and the standard error of the first if known."""
+    """Metrics of the harness that are finite numbers, and the standard error of the first metric if known."""
     metrics: dict[str, float | int] = {}
     stderr = None
     for key, value in results.items():

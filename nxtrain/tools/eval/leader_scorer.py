@@ -1,7 +1,7 @@
-"""Evaluation by a program on one rank: the leader requests scores, and every rank computes its part of them.
+"""Evaluation by a program that runs on rank 0 only, while every rank computes a part of the requested scores.
 
-Recent releases of the lm-evaluation-harness give results to one process only. Ranks that each ran the harness could
-also ask for different texts, since each would keep answers of its own.
+Recent releases of the lm-evaluation-harness give results to one process only. If each rank ran the harness, ranks could
+request different texts, since each would keep its own cache of answers.
 """
 
 from __future__ import annotations
@@ -20,20 +20,23 @@ T = TypeVar("T")
 
 
 Call = tuple[str, tuple[Any, ...], Mapping[str, Any]]
-"""Method of the scorer, its arguments and its options; `END` instead of a method ends the program with its result."""
+"""Call of a scorer's method that the leader shares with all ranks: method name, arguments and options.
+
+`END` as the method name ends the program with its result.
+"""
 
 END = ""
 
 
 class LeaderScorer:
-    """Scorer for a program that only the leader runs; each method runs the method of `Scorer` on every rank."""
+    """Scorer for a program on the leader; each call runs the same method of `Scorer` on every rank."""
 
     def __init__(self, scorer: Scorer, ranks: Ranks) -> None:
         self._scorer, self._ranks = scorer, ranks
         self.model = scorer.model
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        """Method of the scorer; its `done` is called on the leader alone."""
+        """Method of `Scorer` that runs on every rank; its callback `done` is called on the leader only."""
 
         def call(*arguments: Any, done: Callable[[int, Any], None], **options: Any) -> Any:
             self._ranks.on_leader(lambda: (method, arguments, options), f"cannot share the requests for {method}")
@@ -43,11 +46,9 @@ class LeaderScorer:
 
 
 def run_on_leader(scorer: Scorer, ranks: Ranks, program: Callable[[LeaderScorer], T]) -> T:
-    """Run a program on the leader, whose calls of the scorer run on every rank; return the result on every rank.
+    """Run a program on the leader, while all ranks compute its scores, and return its result on every rank.
 
-    Every rank calls this function.
-
-    An error of the program or of the scorer is raised on every rank.
+    Every rank calls this function. An error of the program or of the scorer is raised on every rank.
     """
     if ranks.is_leader:
         try:
@@ -61,7 +62,7 @@ def run_on_leader(scorer: Scorer, ranks: Ranks, program: Callable[[LeaderScorer]
         ranks.on_leader(lambda: end, "cannot share the results")
         return result
     while True:
-        # The action of the leader runs, and the one that is given here does not.
+        # The action that the leader passes runs; the action that is passed here does not.
         method, arguments, options = ranks.on_leader(_no_call, "")
         if method == END:
             return arguments[0]  # type: ignore[no-any-return]
@@ -69,7 +70,7 @@ def run_on_leader(scorer: Scorer, ranks: Ranks, program: Callable[[LeaderScorer]
 
 
 def is_of_the_scorer(error: Exception) -> bool:
-    """True if the model raised an error, and not the program or a task."""
+    """Return True if the scorer raised an error, and not the program that uses the scorer."""
     return any(frame.f_globals.get("__name__") == Scorer.__module__ for frame, _ in walk_tb(error.__traceback__))
 
 

@@ -1,4 +1,4 @@
-"""Family and shape of a trained model, read without torch from a checkpoint or from a Hugging Face folder."""
+"""Model family and model configuration of a checkpoint or Hugging Face folder, read without torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ CONFIG = "config.json"
 
 
 def is_hf_folder(location: Path, config: str = CONFIG) -> bool:
-    """True if a path is a folder in Hugging Face's format, by the file of its configuration, and not a checkpoint."""
+    """Return True if a path is a folder in Hugging Face's format and not a checkpoint.
+
+    Args:
+        config: Name of the configuration file that such a folder has.
+    """
     try:
         return (location / config).is_file() and not directory.is_checkpoint(location)
     except OSError:  # reported by the code that reads the folder
@@ -25,7 +29,11 @@ def is_hf_folder(location: Path, config: str = CONFIG) -> bool:
 
 
 def read_hf(location: Path) -> tuple[ModelFamily, ModelConfig, frozenset[int]]:
-    """Family, shape, and the end-of-text ids that a Hugging Face folder declares."""
+    """Read family, model configuration and end-of-text ids from a Hugging Face folder.
+
+    Raises:
+        ConfigError: The folder's `config.json` is invalid.
+    """
     try:
         content: Mapping[str, Any] = json.loads(content_of(location / CONFIG))
         family = find_family(str(content["model_type"]))
@@ -41,7 +49,7 @@ def read_hf(location: Path) -> tuple[ModelFamily, ModelConfig, frozenset[int]]:
 
 
 def local_shape(address: str) -> tuple[ModelFamily, ModelConfig] | None:
-    """Family and shape of a model on this machine's storage; None for an address, or if neither can be read."""
+    """Read family and configuration of a model in local storage; None for a bucket or an unreadable model."""
     try:
         location = location_of(address)
         if not isinstance(location, Path):

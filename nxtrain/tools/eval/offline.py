@@ -1,7 +1,8 @@
-"""Suite of local tasks, made of a text and a seed: they need no network, and the same inputs give the same requests.
+"""Offline suite of evaluation tasks, generated from texts and a seed.
 
-Texts are those that a run holds out, or else modules of the standard library. Choices are shuffled, so that a model
-that prefers the first or the last one gains nothing.
+The tasks need no network, and the same inputs give the same requests. The texts are the held-out data of a run, or else
+modules of Python's standard library. Choices are shuffled, so that a model that prefers the first or the last choice
+has no advantage.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from nxtrain.data.corpora import stdlib_texts
 from nxtrain.data.dataset import open_held_out
 from nxtrain.tools.eval.task import Request, Task
 
-MAX_TOKENS = 1 << 18  # most tokens of a run's held-out text that are read
-MAX_MODULES = 100  # most modules of the standard library that are read
-NUM_CHOICES = 4  # choices of a request, but for induction
-_TEXT_CHARS = 1024  # most characters of a text whose bits are counted
-_CONTEXT_CHARS = 400  # most characters before the missing word of a cloze
-_LIST_WORDS = 6  # words of a list that is copied or continued
-_LARGEST = 9  # largest summand of arithmetic
-_EXAMPLES = 4  # solved examples before a question of arithmetic
-_ROUNDS = 1000  # most times that a text gives a request
+MAX_TOKENS = 1 << 18  # maximum number of tokens read from a run's held-out data
+MAX_MODULES = 100  # maximum number of modules read from the standard library
+NUM_CHOICES = 4  # choices of a request, except for induction
+_TEXT_CHARS = 1024  # maximum length in characters of a held_out request, scored in bits per byte
+_CONTEXT_CHARS = 400  # maximum length in characters of the context of a cloze request
+_LIST_WORDS = 6  # words of a list in the tasks copying and induction
+_LARGEST = 9  # largest summand in arithmetic
+_EXAMPLES = 4  # solved examples before each arithmetic question
+_ROUNDS = 1000  # maximum number of cloze requests from the same text
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
@@ -42,7 +43,7 @@ Maker = Callable[[random.Random, Sequence[str]], Iterator[Request]]
 
 
 def _held_out(drawn: random.Random, texts: Sequence[str]) -> Iterator[Request]:
-    """Texts whose bits are counted: one piece of each, in random order."""
+    """Yield requests of the task `held_out`: one piece of each text, in random order, for bits per byte."""
     for text in drawn.sample(texts, len(texts)):
         start = drawn.randrange(max(1, len(text) - _TEXT_CHARS + 1))
         piece = text[start : start + _TEXT_CHARS].strip()
@@ -51,7 +52,10 @@ def _held_out(drawn: random.Random, texts: Sequence[str]) -> Iterator[Request]:
 
 
 def _cloze(drawn: random.Random, texts: Sequence[str]) -> Iterator[Request]:
-    """The next word of a text, among other words of the same text; each round over the texts has another order."""
+    """Yield requests of the task `cloze`: predict the next word of a text, among other words of the same text.
+
+    Each round over the texts has another order.
+    """
     for text in chain.from_iterable(drawn.sample(texts, len(texts)) for _ in range(_ROUNDS)):
         words = list(_WORD.finditer(text))
         following = [word for word in words if text[: word.start()].endswith(" ") and text[: word.start()].strip()]
@@ -65,7 +69,7 @@ def _cloze(drawn: random.Random, texts: Sequence[str]) -> Iterator[Request]:
 
 
 def _copying(drawn: random.Random, texts: Sequence[str]) -> Iterator[Request]:
-    """The last word of a list that is written twice."""
+    """Yield requests of the task `copying`: predict the last word of a list of words that is written twice."""
     vocabulary = _vocabulary(texts)
     while len(vocabulary) >= _LIST_WORDS:
         words = drawn.sample(vocabulary, _LIST_WORDS)
@@ -74,7 +78,10 @@ def _copying(drawn: random.Random, texts: Sequence[str]) -> Iterator[Request]:
 
 
 def _induction(drawn: random.Random, texts: Sequence[str]) -> Iterator[Request]:
-    """The word that followed an earlier occurrence of the last one: a b ... a, then b."""
+    """Yield requests of the task `induction`: a list of words ends with a repeated word, predict the word after it.
+
+    The right word is the one that followed the earlier occurrence: a b ... a, then b.
+    """
     vocabulary = _vocabulary(texts)
     while len(vocabulary) >= _LIST_WORDS:
         words = drawn.sample(vocabulary, _LIST_WORDS)
@@ -84,7 +91,7 @@ def _induction(drawn: random.Random, texts: Sequence[str]) -> Iterator[Request]:
 
 
 def _arithmetic(drawn: random.Random, texts: Sequence[str]) -> Iterator[Request]:
-    """Sums of two digits, after some solved ones."""
+    """Yield requests of the task `arithmetic`: add two one-digit numbers, after some solved examples."""
     numbers = range(2 * _LARGEST + 1)
     while True:
         pairs = [(drawn.randint(0, _LARGEST), drawn.randint(0, _LARGEST)) for _ in range(_EXAMPLES + 1)]
@@ -101,11 +108,11 @@ OFFLINE: Mapping[str, Maker] = {
     "induction": _induction,
     "arithmetic": _arithmetic,
 }
-"""Makers of the requests of each task."""
+"""Generator of requests for each task of the offline suite, by name."""
 
 
 def offline_task(name: str, texts: Sequence[str], seed: int, limit: int) -> Task:
-    """Make a task of the suite, without requests if the texts are too short."""
+    """Create a task of the offline suite; it has no requests if the texts are too short."""
     drawn = random.Random(f"{seed} {name}")
     return Task(name, tuple(islice(OFFLINE[name](drawn, texts), limit)))
 
@@ -124,7 +131,16 @@ def _choose(drawn: random.Random, context: str, right: str, others: Sequence[str
 
 
 def texts_of(run: Path | None, tokenizer: Tokenizer, ends: frozenset[int]) -> tuple[str, list[str]]:
-    """Texts for a model of a run folder or of none, and their origin in words; `ends` are ids that end a text."""
+    """Choose the texts of the offline tasks for a model, and describe their origin.
+
+    Args:
+        run: Run folder of the model; None: the model belongs to no run.
+        tokenizer: Tokenizer of the model.
+        ends: Ids of end-of-text tokens.
+
+    Returns:
+        Origin of the texts in words; the texts.
+    """
     texts = []
     if run is not None:
         texts = _held_out_texts(run, tokenizer, ends)
@@ -134,7 +150,7 @@ def texts_of(run: Path | None, tokenizer: Tokenizer, ends: frozenset[int]) -> tu
 
 
 def _held_out_texts(run: Path, tokenizer: Tokenizer, ends: frozenset[int]) -> list[str]:
-    """Documents that a run holds out; none if the run has none, or its token file is gone."""
+    """Held-out documents of a run; empty if the run has none or its token file is missing."""
     try:
         config = load(run / CONFIG_FILE).config
         vocab_size = resolve_model(config).vocab_size

@@ -1,7 +1,7 @@
-"""Preferences of a model between the answers of a prepared corpus of pairs, perhaps relative to a reference.
+"""Preference accuracy of a model on a prepared corpus of answer pairs, optionally relative to a reference model.
 
-An answer's reward is the sum of its tokens' log-probabilities, prompts left out. Beside a reference, the reward is the
-difference from the reference's sum, times beta: that of DPO.
+An answer's reward is the sum of its tokens' log-probabilities, without the prompt. With a reference model, the reward
+is the difference from the reference's sum, times beta, as in DPO.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from nxtrain.tools.eval.trained import Trained
 
 
 class PairsTask:
-    """Task on the pairs of a corpus.
+    """Evaluation task on the preference pairs of a corpus.
 
     Args:
         path: Corpus of `nxtrain data prepare --pairs`.
-        reference: Model with which answers are compared; None: none.
-        beta: Factor of a reward beside a reference.
-        limit: Most pairs, from the first one on; 0: all.
+        reference: Reference model; None: rewards are not relative to a reference.
+        beta: Factor of a reward relative to a reference.
+        limit: Maximum number of pairs, starting with the first; 0: all.
 
     Raises:
         DataError: The corpus is damaged or holds no pairs.
@@ -52,7 +52,7 @@ class PairsTask:
         self.identity = hashlib.blake2b(repr(given).encode(), digest_size=8).hexdigest()
 
     def run(self, scorer: Scorer, backend: Backend) -> Metrics:
-        """Measure a model; every rank calls this."""
+        """Measure a model's preferences on the pairs; every rank calls this method."""
         rows = [self._row(document, scorer) for document in range(2 * self._num_pairs)]
         groups: list[list[Row]] = []
         for pair in zip(rows[::2], rows[1::2], strict=True):
@@ -61,7 +61,7 @@ class PairsTask:
                 groups += [[row] for row in pair]
         left_out = (len(rows) - len(groups)) // 2
         if not groups:
-            raise DataError(f"{self._corpus.path}: every pair is longer than the model's {scorer.length} tokens")
+            raise DataError(f"{self._corpus.path}: every pair exceeds the model's maximum of {scorer.length} tokens")
         rewards = _sums(scorer, groups)
         if self._reference is not None:
             if self._by_reference is None:
@@ -81,10 +81,14 @@ class PairsTask:
         return metrics
 
     def _opened(self, model: Trained, scorer: Scorer, backend: Backend) -> Scorer:
-        """Scorer of the reference, which must take rows as long as those of the model."""
+        """Open the scorer of the reference model.
+
+        Raises:
+            ConfigError: The reference's maximum sequence length is below that of the evaluated model.
+        """
         opened = Scorer(model, backend, scorer.ranks)
         if opened.length < scorer.length:
-            what = f"takes {opened.length} tokens, and {scorer.model.location} {scorer.length}"
+            what = f"takes at most {opened.length} tokens, but {scorer.model.location} takes {scorer.length}"
             raise ConfigError(f"--reference {model.location} {what}; name the model from which the run began")
         opened.progress = scorer.progress
         return opened
@@ -97,11 +101,11 @@ class PairsTask:
             model.refuse_foreign(max(ids))
         num_scored = len(ids) - max(1, corpus.prompt(document, content))
         if num_scored < 1:
-            raise DataError(f"{corpus.name_of(document)}: the answer has no token; prepare it again")
+            raise DataError(f"{corpus.name_of(document)}: an answer of a pair has no token; prepare the corpus again")
         return Row(ids, num_scored)
 
     def check(self, model: Trained) -> None:
-        """Refuse a model whose tokenizer did not make the ids."""
+        """Raise a DataError if the corpus was prepared with another tokenizer than that of the models."""
         for trained in filter(None, (model, self._reference)):
             made = hashlib.blake2b(content_of(trained.location / directory.TOKENIZER)).hexdigest()
             if made != self._corpus.tokenizer:
@@ -112,5 +116,5 @@ class PairsTask:
 
 
 def _sums(scorer: Scorer, groups: list[list[Row]]) -> NDArray[np.float64]:
-    """Log-probability of the scored tokens of each group."""
+    """Summed log-probability, in nats, of the scored tokens of each group of rows."""
     return np.array([score.nats for score in scorer.of_rows(groups)])

@@ -1,8 +1,8 @@
-"""Scores of a model of ours: log-likelihoods of continuations and of whole texts, and texts continued to a stop.
+"""Scorer of a trained model: log-likelihoods of continuations and whole texts, and text generation.
 
-Rows of tokens are sorted by length and read in batches, whose logits have a bounded size. Whole batches are divided
-over the data parallel ranks, so that a row has the same neighbours for any number of them. On CPUs the score is then
-the same, bit for bit. Tensor parallel ranks share a model, and all of them have the scores.
+Token sequences are sorted by length and scored in batches whose logits have a bounded size. Whole batches are divided
+over the data parallel ranks. So a sequence has the same batch for any number of ranks. On CPUs its score is then
+bitwise equal. Tensor parallel ranks share a model, and all of them get the scores.
 """
 
 from __future__ import annotations
@@ -27,47 +27,49 @@ from nxtrain.tools.eval.trained import Trained
 
 T = TypeVar("T")
 
-LOGITS = 1 << 25  # most logits that are computed at once; 128 MiB in float32
-MAX_ROWS = 32  # most rows of a batch
+LOGITS = 1 << 25  # maximum number of logits computed at once; 128 MiB in float32
+MAX_ROWS = 32  # maximum number of rows in a batch
 
 
 @dataclass(frozen=True)
 class Row:
-    """Sequence of tokens, of which the last are scored."""
+    """Token sequence whose last `num_scored` tokens are scored."""
 
-    ids: tuple[int, ...]  # tokens that are known, then tokens that are scored
-    num_scored: int  # number of tokens that are scored, fewer than all
+    ids: tuple[int, ...]  # tokens of the context, then tokens that are scored
+    num_scored: int  # number of scored tokens, less than the length of `ids`
 
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Log-likelihood of some tokens."""
+    """Log-likelihood of the scored tokens of a sequence."""
 
     nats: float  # sum of the natural logarithms of the tokens' probabilities
-    is_greedy: bool  # True if each token is the likeliest one at its position
+    is_greedy: bool  # True if each scored token is the most likely token at its position
 
     def __add__(self, other: Likelihood) -> Likelihood:
         return Likelihood(self.nats + other.nats, self.is_greedy and other.is_greedy)
 
 
 class Scorer:
-    """A model that scores and continues texts; every rank makes one, and calls its methods with the same texts.
+    """Trained model that scores and continues texts.
+
+    Every rank creates a scorer, and calls its methods with the same texts.
 
     Attributes:
-        length: Tokens of the longest sequence.
+        length: Maximum sequence length in tokens.
         prefix: Token that begins a text.
-        progress: Gets the rows that this rank has done, and all of its rows, after each batch.
+        progress: Progress output, which gets the number of rows done on this rank after each batch.
     """
 
     def __init__(self, model: Trained, backend: Backend, ranks: Ranks) -> None:
         self.model, self.ranks = model, ranks
-        # As the lm-evaluation-harness does, even if rope_scaling extends the model. Dynamic scaling begins beyond.
+        # As in the lm-evaluation-harness, even if rope_scaling extends the length. Dynamic scaling begins beyond this.
         _, longest = model.config.longest_sequence
         self.length = min(longest, model.config.max_position_embeddings)
         begin = tuple(model.tokenizer.encode("").ids) or tuple(sorted(model.ends)[:1])
         if not begin:
             raise ConfigError(
-                f"{model.location}: its tokenizer has no token that begins or ends a text, which eval needs"
+                f"the tokenizer of {model.location} has no begin-of-text or end-of-text token, which eval needs"
             )
         self.prefix = begin[-1]
         model.refuse_foreign(max(model.tokenizer.get_vocab(with_added_tokens=True).values()))
@@ -80,18 +82,18 @@ class Scorer:
         pairs: Sequence[tuple[str, str]],
         done: Callable[[int, Likelihood], None] = lambda number, likelihood: None,
     ) -> list[Likelihood]:
-        """Log-likelihoods of continuations.
+        """Compute the log-likelihoods of continuations.
 
         Args:
-            pairs: Contexts, perhaps empty, and continuations. Of a context that is too long, the end is used.
-            done: Called on every rank with each pair, as soon as it is scored.
+            pairs: Contexts, possibly empty, and continuations. A context that is too long is cut at its start.
+            done: Called on every rank with the index and the score of each pair, as soon as the pair is scored.
         """
         return self.of_rows([self.rows(*pair) for pair in pairs], done)
 
     def rolling(
         self, texts: Sequence[str], done: Callable[[int, Likelihood], None] = lambda number, likelihood: None
     ) -> list[Likelihood]:
-        """Log-likelihoods of whole texts, each token after as many earlier ones as `windows` gives it."""
+        """Compute the log-likelihoods of whole texts, with the context of each token given by `windows`."""
         groups = []
         for text in texts:
             ids = self.model.tokenizer.encode(text).ids
@@ -99,10 +101,10 @@ class Scorer:
         return self.of_rows(groups, done)
 
     def rows(self, context: str, continuation: str) -> list[Row]:
-        """Rows of tokens that score a continuation; several if the continuation alone exceeds the model's length.
+        """Build the token sequences that score a continuation.
 
-        A context and its continuation are encoded together, since a tokenizer may join characters of both. Spaces
-        between them belong to the continuation.
+        There are several if the continuation alone exceeds the model's maximum length. Context and continuation are
+        encoded together, since a tokenizer may join characters of both. Spaces between them belong to the continuation.
         """
         tokenizer = self.model.tokenizer
         if not context.strip():
@@ -114,7 +116,7 @@ class Scorer:
             return list(windows([*prefix_ids, *ids], len(ids), self.length))
         prefix_ids = tokenizer.encode(context.rstrip()).ids or [self.prefix]
         scored = tokenizer.encode(context + continuation).ids[len(prefix_ids) :]
-        # Where a tokenizer joins all of the continuation to the context, the continuation is encoded by itself.
+        # If a tokenizer merges the whole continuation into the context's tokens, it is encoded by itself.
         scored = scored or tokenizer.encode(continuation, add_special_tokens=False).ids
         return list(windows([*prefix_ids, *scored], len(scored), self.length))
 
@@ -126,14 +128,14 @@ class Scorer:
         *,
         seed: int = 0,
     ) -> list[str]:
-        """Continue texts until a stop text, the model's end token, or a number of tokens.
+        """Continue texts until a stop text, the model's end-of-text token, or a number of tokens.
 
-        Equal texts are continued independently: tasks that count passes in k samples repeat a text.
+        Equal texts are continued independently, since tasks that measure pass@k repeat a text.
 
         Args:
-            requests: Text, most tokens to add, and stop texts. Of a text that is too long, the end is used.
-            done: Called on every rank with each text, as soon as it is continued.
-            seed: Seed of the draws; equal texts draw from adjacent streams.
+            requests: Text, maximum number of new tokens, and stop texts. A text that is too long is cut at its start.
+            done: Called on every rank with the index and the continuation of each text, as soon as it is complete.
+            seed: Seed of the sampling; equal texts draw from adjacent random streams.
         """
         tokenizer = self.model.tokenizer
         texts = []
@@ -158,7 +160,15 @@ class Scorer:
     def of_rows(
         self, groups: Sequence[Sequence[Row]], done: Callable[[int, Likelihood], None] = lambda number, likelihood: None
     ) -> list[Likelihood]:
-        """Sums over the rows of each group; `done` gets a group as soon as all of its rows are scored."""
+        """Sum the log-likelihoods over the rows of each group.
+
+        Args:
+            groups: Rows of each text.
+            done: Called on every rank with the index and the sum of a group, as soon as all of its rows are scored.
+
+        Raises:
+            DivergedError: A score is not finite.
+        """
         owners: list[int] = []
         flat: list[Row] = []
         for number, rows in enumerate(groups):
@@ -173,9 +183,9 @@ class Scorer:
             if batch:
                 mine = dict(zip(batch, self._score([flat[at] for at in batch]), strict=True))
             new = self._of_all_ranks(mine)
-            if not all(math.isfinite(score.nats) for score in new.values()):  # on every rank, since none goes on alone
+            if not all(math.isfinite(score.nats) for score in new.values()):  # equal on every rank
                 raise DivergedError(
-                    "the model's scores are not finite: its weights diverged; take an earlier checkpoint"
+                    "the model's scores are not finite: its weights diverged; use an earlier checkpoint"
                 )
             scores |= new
             for at in new:
@@ -188,16 +198,17 @@ class Scorer:
         return totals
 
     def _of_all_ranks(self, mine: Mapping[int, T]) -> dict[int, T]:
-        """Results of all ranks by number, in the same order on each."""
+        """Gather the results of all ranks by index, in the same order on each rank."""
         results: dict[int, T] = {}
         for part in self.ranks.gather(mine):
             results |= part
         return results
 
     def _rounds(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Numbers of the rows of this rank's batch in each round, longest rows first; none once no batch is left.
+        """Yield the row indices of this rank's batch in each round, longest rows first.
 
-        All ranks have the same number of rounds. The logits of one token of each row of a batch fit into `LOGITS`.
+        All ranks have the same number of rounds. If no batch is left for this rank, its last list is empty. The logits
+        of one token per row of a batch fit into `LOGITS`.
         """
         order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
         size = min(MAX_ROWS, self._chunk())
@@ -216,7 +227,7 @@ class Scorer:
                 self.progress.show(done)
 
     def _chunk(self) -> int:
-        """Most tokens whose logits are computed at once."""
+        """Maximum number of tokens whose logits are computed at once."""
         return max(1, LOGITS // self.model.config.vocab_size)
 
     def _score(self, rows: Sequence[Row]) -> list[Likelihood]:
@@ -240,15 +251,18 @@ class Scorer:
 
 
 def _judge(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target, and True where it is the likeliest token: (B, S, V), (B, S) to (B, S) each."""
+    """Log-probability of each target token, and True where the target is the most likely token.
+
+    Shapes: logits (B, S, V) and targets (B, S) to two tensors (B, S).
+    """
     chosen = logits.gather(-1, targets[..., None])[..., 0].float()
     return (chosen - logits.float().logsumexp(-1)).cpu(), (logits.argmax(-1) == targets).cpu()
 
 
 def windows(ids: Sequence[int], num_scored: int, length: int) -> Iterator[Row]:
-    """Rows that score the last tokens of a sequence once, each within the model's length.
+    """Yield rows that together score the last tokens of a sequence once, each within the model's maximum length.
 
-    Scored tokens are divided into pieces of `length` tokens. Each piece comes after as many earlier tokens as fit.
+    Scored tokens are divided into pieces of `length` tokens. Each piece has as many earlier tokens as context as fit.
 
     Source: `get_rolling_token_windows` with a context of one token, of the lm-evaluation-harness.
     """

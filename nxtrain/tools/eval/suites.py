@@ -1,4 +1,4 @@
-"""Suites of tasks by name: the local ones, and the recipe's for machines with a network."""
+"""Suites of evaluation tasks by name: the offline suite, and the recipe's suites for machines with a network."""
 
 from __future__ import annotations
 
@@ -35,32 +35,39 @@ RECIPE: Mapping[str, Mapping[str, int]] = {
     "code": {"humaneval": 0, "mbpp": 3},
     "samples": {"humaneval_pass_at_1": 0, "humaneval_pass_at_k": 0},
 }
-"""Tasks by field, of the lm-evaluation-harness or ours in its YAML, with the solved examples before each question."""
+"""Evaluation tasks by field, each with its number of few-shot examples.
+
+The tasks belong to the lm-evaluation-harness, or are nxtrain's own in the harness's YAML format.
+"""
 
 SUITES = ("offline", "recipe", *RECIPE)  # names of suites
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Task that the user chose by name."""
+    """Evaluation task that the user chose by name."""
 
     name: str
     is_local: bool  # the task is one of the offline suite
-    num_shots: int | None = None  # solved examples before each question; None: as the task has it
+    num_shots: int | None = None  # few-shot examples before each question; None: the task's own number
 
 
 def listed() -> str:
-    """Names of suites and tasks, a line for each suite."""
+    """List the names of all suites and their tasks, one line for each suite."""
     suites = {"offline": OFFLINE, **{name: tuple(tasks) for name, tasks in RECIPE.items()}}
     lines = [f"{name:<10} {', '.join(tasks)}" for name, tasks in suites.items()]
     return "\n".join([*lines, f"{'recipe':<10} {', '.join(RECIPE)}", "of the harness: lm_eval ls tasks"])
 
 
 def choose_tasks(names: Sequence[str], folder: Path | None = None) -> tuple[list[Choice], TaskManager | None]:
-    """Choose suites, local tasks, and tasks of the harness as `NAME` or `NAME:SHOTS`; by default the offline suite.
+    """Resolve the names of `--tasks`: suites, local tasks, and harness tasks as `NAME` or `NAME:SHOTS`.
+
+    Args:
+        names: Names given by the user; empty: the offline suite.
+        folder: Folder of the user's own harness tasks.
 
     Returns:
-        The tasks, and the registry of those of the harness.
+        The chosen tasks; the registry of the harness's tasks, None if there are none.
     """
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"--task-dir {folder} is no folder; give the folder that holds the tasks' YAML files")
@@ -100,12 +107,12 @@ def choose_tasks(names: Sequence[str], folder: Path | None = None) -> tuple[list
 
 
 def _choices_of(field: str) -> list[Choice]:
-    """Tasks of a field of the recipe."""
+    """Evaluation tasks of one field of `RECIPE`."""
     return [Choice(task, is_local=False, num_shots=shots) for task, shots in RECIPE[field].items()]
 
 
 def _missing(names: Sequence[str], choices: Sequence[str]) -> Iterator[Problem]:
-    """Problems of names that the harness does not know."""
+    """Problems for names that neither nxtrain nor the harness has as a task."""
     others = []
     for name in names:
         if name in OFFLINE or name in SUITES:
@@ -130,7 +137,7 @@ _NAMES = tuple(dict.fromkeys((*OFFLINE, *SUITES)))
 
 
 def _named_twice(choices: Sequence[Choice]) -> Iterator[Problem]:
-    """Problems of tasks that are chosen in two ways: the name alone identifies a result."""
+    """Problems for tasks that are chosen twice with different settings; results are identified by the name only."""
     ways: dict[str, list[str]] = {}
     for choice in choices:
         way = f"with {choice.num_shots} solved examples"
@@ -141,5 +148,5 @@ def _named_twice(choices: Sequence[Choice]) -> Iterator[Problem]:
         ways.setdefault(choice.name, []).append(way)
     for name in sorted(ways):
         if len(ways[name]) > 1:
-            reason = f"{name} is wanted {' and '.join(ways[name])}"
-            yield Problem("--tasks", reason, hint="give each in a command of its own")
+            reason = f"{name} is chosen {' and '.join(ways[name])}"
+            yield Problem("--tasks", reason, hint="evaluate each in a command of its own")

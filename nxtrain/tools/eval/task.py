@@ -1,4 +1,4 @@
-"""Tasks of an evaluation: requests for log-likelihoods, and the metric that follows from the answers."""
+"""Local evaluation tasks: requests for log-likelihoods, and the metric computed from them."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ A standard error that is unknown is None.
 
 
 def is_number(value: object) -> bool:
-    """True if a value is a finite number."""
+    """Return True if a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True)
 class Request:
-    """Text with its possible continuations."""
+    """Context with possible continuations, of which one is right."""
 
-    context: str  # the text; empty: the continuations begin a text
-    choices: tuple[str, ...]  # continuations whose log-likelihoods are wanted
-    answer: int = 0  # number of the right choice
+    context: str  # text before the continuations; empty: the continuations begin a text
+    choices: tuple[str, ...]  # continuations whose log-likelihoods are compared
+    answer: int = 0  # index of the right choice
 
 
 @dataclass(frozen=True)
 class Task:
-    """Requests with one metric.
+    """Requests of one evaluation task, summarized by one metric.
 
-    With several choices, the metric is `accuracy`: the share of requests whose right choice is the likeliest one. With
-    one choice, the metric is `bits_per_byte` of that choice.
+    With several choices, the metric is `accuracy`: the share of requests whose right choice is the most likely one.
+    With one choice, the metric is `bits_per_byte` of that choice.
     """
 
     name: str
-    requests: tuple[Request, ...]  # the requests, all with several choices, or all with one
+    requests: tuple[Request, ...]  # all requests have several choices, or all have one
 
     @property
     def identity(self) -> str:
-        """Hash of the requests: results with equal identities answer the same questions."""
+        """Hash of the requests; results with equal identities answer the same questions."""
         return hashlib.blake2b(repr(self.requests).encode(), digest_size=8).hexdigest()
 
     def measure(self, likelihoods: Sequence[Sequence[float]]) -> Metrics:
@@ -59,12 +59,12 @@ class Task:
         accuracy = num_right / n
         chance = sum(1 / len(request.choices) for request in self.requests) / n
         stderr = None
-        if n > 1:  # the sample's own deviation, which one request does not have
+        if n > 1:  # the sample's deviation is undefined for one request
             stderr = math.sqrt(accuracy * (1 - accuracy) / (n - 1))
         return {"accuracy": accuracy, "stderr": stderr, "n": n, "chance": chance}
 
     def _bits_per_byte(self, likelihoods: Sequence[float]) -> Metrics:
-        """Bits of all texts over their bytes, and the standard error of that ratio of two sums."""
+        """Bits of all texts divided by their bytes, and the standard error of this ratio of two sums."""
         bits = [-nats / math.log(2) for nats in likelihoods]
         sizes = [len(request.choices[0].encode()) for request in self.requests]
         n, total = len(bits), sum(sizes)

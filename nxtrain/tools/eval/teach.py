@@ -1,4 +1,7 @@
-"""File with the most likely tokens of a teacher model for each target of a token file, for `data.teacher`."""
+"""Generation of a teacher file for distillation (`data.teacher`).
+
+The file has the most likely tokens of a teacher model for each target of a token file.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,13 @@ from nxtrain.tools.eval.trained import Trained
 
 
 def teach(address: str, rows: str, out: Path, k: int) -> None:
-    """Write the K most likely tokens of a teacher for each target; every rank of a tensor parallel world calls this.
+    """Write the K most likely tokens of a teacher model for each target; every rank calls this function.
+
+    The ranks share the model by tensor parallelism.
 
     Args:
         address: Location of the teacher: a checkpoint, a run folder, a mirror or its address, or a Hugging Face folder.
-        rows: .npy file of ids, (rows, S + 1).
+        rows: .npy file of token ids, (rows, S + 1).
         out: .npy file to write, in the format of `nxtrain.data.teacher`.
         k: Number of tokens for each target.
     """
@@ -40,7 +45,7 @@ def teach(address: str, rows: str, out: Path, k: int) -> None:
         raise ConfigError(f"--k {k} exceeds the {vocab_size} tokens of the vocabulary; use {vocab_size} or less")
     location = location_of(rows)
     if isinstance(location, Path) and os.path.realpath(out) == os.path.realpath(location):
-        raise ConfigError(f"--out {out} is the file of --rows, and would replace the ids; give another name")
+        raise ConfigError(f"--out {out} is the same file as --rows; it would replace the token ids; give another name")
     file = open_file(location, None)
     _, shape, _ = header(file)
     seq_len = max(1, shape[-1] - 1) if shape else 1  # a table without targets is refused by its shape
@@ -53,7 +58,7 @@ def teach(address: str, rows: str, out: Path, k: int) -> None:
 
 
 def teach_on(backend: Backend, model: Trained, samples: FileSamples, out: Path, k: int) -> None:
-    """Write the file of `teach` on an open backend, whose ranks share the model by tensor parallelism."""
+    """Write the teacher file on an open backend, whose ranks share the model by tensor parallelism; see `teach`."""
     mesh = Mesh.build(backend.world, backend.rank, tp=backend.world)
     backend.lay_out(mesh)
     lm = model.open(backend, samples.seq_len, mesh)
@@ -70,16 +75,16 @@ def teach_on(backend: Backend, model: Trained, samples: FileSamples, out: Path, 
                 likeliest = _likeliest(lm.logits(backend.put(torch.from_numpy(ids.copy())))[0], k)
             if likeliest.min() < 0:  # on every rank, since all have the same logits
                 reason = f"the teacher's logits are not finite in row {row} of {samples.name}"
-                raise DivergedError(f"{reason}: its weights diverged; take an earlier checkpoint")
+                raise DivergedError(f"{reason}: its weights diverged; use an earlier checkpoint")
             if draft is not None:
                 draft.write(likeliest.tobytes())
             progress.show(row + 1)
 
 
 def _likeliest(logits: Tensor, k: int) -> NDArray[np.int32]:
-    """Token ids and probabilities of a row of the file, in units of 2^-24: (S, V) logits to (2K, S).
+    """Token ids and probabilities of one row of the teacher file: logits (S, V) to (2K, S).
 
-    Units are -1 where logits are not finite.
+    Probabilities are in units of 2^-24. They are -1 where logits are not finite.
     """
     top, ids = logits.float().topk(k, dim=-1)
     probabilities = (top - logits.float().logsumexp(-1, keepdim=True)).exp()

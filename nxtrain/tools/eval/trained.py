@@ -1,4 +1,7 @@
-"""A trained model on storage, whatever layout wrote it: its shape, its tokenizer, and its weights."""
+"""Trained model in storage, from a checkpoint or a Hugging Face folder: configuration, tokenizer and weights.
+
+A checkpoint may have been written under any parallel layout.
+"""
 
 from __future__ import annotations
 
@@ -23,33 +26,34 @@ from nxtrain.tools.eval.model_shape import CONFIG, is_hf_folder, read_hf
 
 @dataclass(frozen=True)
 class Trained:
-    """A model of a checkpoint or of a Hugging Face folder."""
+    """Model of a checkpoint or a Hugging Face folder, with its tokenizer; the weights are read by `open`."""
 
     location: Location  # location of the checkpoint or the folder
     is_hf: bool
     family: ModelFamily
     config: ModelConfig
     opened: Tokenizer | None  # tokenizer; None for a model that reads no text
-    ends: frozenset[int]  # ids that end a text, as the checkpoint or folder declares them
+    ends: frozenset[int]  # ids of end-of-text tokens, as declared by the checkpoint or folder
     step: int = 0  # finished updates; 0 for a Hugging Face folder
     tokens: int = 0  # positions of the rows that the updates consumed; 0 for a Hugging Face folder
-    identity: str = ""  # name of the weights, which differs from that of other weights of the same step
+    identity: str = ""  # identifies the weights, also among weights of the same step
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer of a model that reads text."""
+        """Tokenizer of the model.
+
+        The model must have been found with `reads_text=True`.
+        """
         assert self.opened is not None, "the model was found with reads_text=False"
         return self.opened
 
     @staticmethod
     def find(address: str, *, reads_text: bool = True) -> Trained:
-        """Find a model at a checkpoint, a run folder, a mirror or its address, or a Hugging Face folder.
-
-        All but the weights is read.
+        """Find the model at an address, and read everything except its weights.
 
         Args:
-            address: Location of the model.
-            reads_text: Open the tokenizer; otherwise, the tokenizer may be absent.
+            address: A checkpoint, a run folder, a mirror or its address, or a Hugging Face folder.
+            reads_text: Open the tokenizer; otherwise, the tokenizer may be missing.
         """
         location = location_of(address)
         if isinstance(location, Path) and is_hf_folder(location):
@@ -77,7 +81,7 @@ class Trained:
         return Trained(location, False, family, config, tokenizer, ends, meta.step, meta.tokens, identity)
 
     def open(self, backend: Backend, seq_len: int, mesh: Mesh) -> CausalLM:
-        """Build the model, and read the weights of this rank; every rank calls this."""
+        """Build the model and read the weights of this rank's shard; every rank calls this method."""
         problems = self.family.check(self.config, tp=mesh.tp.size, seq_len=seq_len)
         if problems:
             raise ConfigError(problems)
@@ -87,7 +91,7 @@ class Trained:
         return open_model(self.location, backend, seq_len, mesh)
 
     def refuse_foreign(self, largest: int) -> None:
-        """Refuse a tokenizer whose largest id the model does not have, by a ConfigError."""
+        """Raise a ConfigError if the tokenizer's largest id is outside the model's vocabulary."""
         if largest >= self.config.vocab_size:
             reason = f"its tokenizer gives ids up to {largest}, and its vocabulary ends at {self.config.vocab_size - 1}"
             raise ConfigError(f"the tokenizer does not belong to the model: {reason}")
@@ -96,14 +100,14 @@ class Trained:
 def _open_tokenizer(location: Location) -> Tokenizer:
     file = location / directory.TOKENIZER
     if not file.is_file():
-        hint = "generate and eval read text and need one; save one there, or train with data.tokenizer=PATH"
-        raise ConfigError(f"{location} carries no {directory.TOKENIZER}: {hint}")
+        hint = "generate and eval need a tokenizer; save it there, or train with data.tokenizer=PATH"
+        raise ConfigError(f"{location} has no {directory.TOKENIZER}: {hint}")
     try:
         tokenizer = Tokenizer.from_buffer(content_of(file))
     except OSError:
         raise
-    except Exception as error:  # tokenizers raises nothing narrower
-        reason = f"it is no tokenizer of Hugging Face: {error}"
+    except Exception as error:  # the package tokenizers raises no narrower type
+        reason = f"it is no Hugging Face tokenizer: {error}"
         if isinstance(location, Path) and is_hf_folder(location):
             raise DataError(f"{file} is damaged: {reason}") from error
         raise DamagedError(f"{file}", reason) from error

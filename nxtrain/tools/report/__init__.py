@@ -1,1 +1,1 @@
-"""The HTML page of runs, and the terminal view of a run."""
+"""HTML report of one or more runs, and terminal view of running runs."""

@@ -1,7 +1,7 @@
-"""Charts of a page: axes, ticks and SVG paths of curves, thinned to what a screen can show.
+"""Charts of the HTML report: axes, ticks, and SVG paths of curves with a bounded number of points.
 
-A plot is stretched to the width of the screen, and its labels are text of the page, so that a phone shows them as large
-as a desktop does. Coordinates run from 0 to `WIDTH` and from 0, at the top, to `HEIGHT`.
+A plot is stretched to the width of the screen. Its labels are HTML text, so that a phone shows them as large as a
+desktop does. Coordinates run from 0 to `WIDTH` across, and from 0 at the top to `HEIGHT` at the bottom.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from nxtrain.tools.report.columns import Column
 
 WIDTH, HEIGHT = 1000, 400
 
-BUCKETS = 600  # of a thinned curve; each keeps its first, lowest, highest and last point
-MOST_MARKS = 100  # of a curve, the highest
+BUCKETS = 600  # buckets of a thinned curve; each keeps its first, lowest, highest and last point
+MOST_MARKS = 100  # maximum number of marks of a curve; the highest are kept
 
-# A positive curve whose highest value is so many times the middle one gets a logarithmic axis, with edges above zero.
+# The axis is logarithmic if all values exceed LOG_LEAST and the highest exceeds LOG_FACTOR times the median.
 LOG_FACTOR = 30.0
 LOG_LEAST = 1e-100
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Curve of a chart."""
+    """One curve of a chart, with its points and style."""
 
     name: str
     color: int
@@ -41,14 +41,22 @@ class Curve:
 
     @property
     def is_marks(self) -> bool:
-        """True for marks without a line between them."""
+        """True if the points are drawn as marks without a line between them."""
         return self.kind in ("dots", "spikes")
 
 
 def draw(
     key: str, title: str, unit: str, curves: Sequence[Curve], *, note: str = "", wide: bool = False, zero: bool = False
 ) -> dict[str, Any] | None:
-    """Draw curves on common axes, for the template of the page; None if no curve has a point."""
+    """Lay out curves on common axes, as data for the HTML template; None if no curve has a point.
+
+    Args:
+        key: Identifier of the chart in the page.
+        unit: Unit of the values.
+        note: Text below the chart.
+        wide: The chart takes the page's whole width.
+        zero: The vertical axis includes 0.
+    """
     curves = [curve for curve in curves if len(curve.values)]
     if not curves:
         return None
@@ -81,7 +89,14 @@ def draw(
 
 
 def thin(values: Column, buckets: int = BUCKETS) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
-    """Indices of the first, lowest, highest and last of each bucket of (N,) finite values, rising."""
+    """Choose the points of a long curve to draw, from (N,) finite values.
+
+    Args:
+        buckets: Number of equal parts of the curve.
+
+    Returns:
+        Rising indices of the first, lowest, highest and last value of each bucket.
+    """
     if len(values) <= 4 * buckets:
         return np.arange(len(values))
     edges = np.linspace(0, len(values), buckets + 1).astype(np.intp)
@@ -92,7 +107,7 @@ def thin(values: Column, buckets: int = BUCKETS) -> np.ndarray[tuple[int], np.dt
 
 
 def smooth(values: Column, window: int) -> Column:
-    """Mean of each value and its neighbours in a window, which is shorter at the ends."""
+    """Moving average over a centered window of values, which is shorter at both ends."""
     total = np.concatenate([[0.0], np.cumsum(values)])
     at = np.arange(len(values))
     first, last = np.maximum(0, at - window // 2), np.minimum(len(values), at + window // 2 + 1)
@@ -118,7 +133,7 @@ def _path(curve: Curve, x_range: tuple[float, float], y_range: tuple[float, floa
 
 
 def _padded(low: float, high: float, *, is_log: bool, zero: bool) -> tuple[float, float]:
-    """Edges of the vertical axis, a little outside the values."""
+    """Limits of the vertical axis, slightly outside the range of the values."""
     if zero:
         low, high = min(0.0, low), max(0.0, high)
     if is_log:
@@ -131,7 +146,7 @@ def _padded(low: float, high: float, *, is_log: bool, zero: bool) -> tuple[float
 
 
 def _ticks(edges: tuple[float, float], *, is_log: bool, most: int) -> list[tuple[float, str]]:
-    """Positions of round values along an axis in percent, with their texts."""
+    """Tick positions of round values along an axis in percent, with their labels."""
     low, high = edges
     if is_log:
         values = _powers(low, high)
@@ -143,7 +158,7 @@ def _ticks(edges: tuple[float, float], *, is_log: bool, most: int) -> list[tuple
 
 
 def _round_values(low: float, high: float, most: int) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten between two values, at most so many."""
+    """Multiples of 1, 2 or 5 times a power of ten between two values, about `most` of them."""
     raw = (high - low) / most
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 5, 10, 20) if power * factor >= raw)
@@ -172,7 +187,7 @@ def _sentence(curve: Curve) -> str:
 
 
 def _rows(curves: Sequence[Curve]) -> list[list[str]]:
-    """About ten points of each curve, one row for each step."""
+    """Text table of the curves: about ten steps, one row for each step."""
     longest = max(curves, key=lambda curve: len(curve.steps))
     indices = np.unique(np.linspace(0, len(longest.steps) - 1, 11).astype(np.intp))
     rows = []

@@ -1,7 +1,7 @@
-"""Columns of a metrics file: numpy arrays of its numbers, read a hundred thousand lines at a time.
+"""Reader of a run's metrics file into numpy arrays, in blocks of many lines.
 
-A file may be that of a run that still writes, or be damaged. Every line that is not an object with a step is left out
-and counted.
+A running run may still write the file, and the file may be damaged. Every line that is not a JSON object with a step is
+skipped and counted.
 """
 
 from __future__ import annotations
@@ -44,33 +44,33 @@ NUMBERS = (
     *("peak_memory_bytes", *KINDS_S, *SECTIONS_S, *PREFERENCES),
     *("aux_loss", *(key for key in ROUTER_NUMBERS if key != EXPERT_SLOTS)),
 )
-"""Keys of a record that hold a number."""
+"""Keys of a metrics record whose values are numbers."""
 
 KEYS = ("step", *NUMBERS)
 
-BLOCK_BYTES = 1 << 25  # that are parsed at once; a longer line is damaged
-FEW_BYTES = 1 << 16  # of a part with a line that pyarrow does not take, which is not divided further
-MOST = 1e100  # magnitude that is drawn; sums and differences of such numbers stay finite
-MOST_STEP = 2.0**53  # step that a float64 counts exactly
-MOST_ALARMS = 2000  # that are kept, the newest; all are counted
+BLOCK_BYTES = 1 << 25  # bytes that are parsed at once; a longer line counts as damaged
+FEW_BYTES = 1 << 16  # smaller parts that pyarrow cannot parse are parsed by Python line by line
+MOST = 1e100  # largest magnitude that is drawn; sums and differences of such numbers are finite
+MOST_STEP = 2.0**53  # largest step that a float64 represents exactly
+MOST_ALARMS = 2000  # maximum number of alarms that are kept, the newest ones; all are counted
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Numbers of the records of a run, in the order of their steps."""
+    """Metrics of a run as arrays, in the order of steps."""
 
     steps: Column = field(default_factory=lambda: np.empty(0))  # (N,) steps, rising
     numbers: Mapping[str, Column] = field(default_factory=dict)  # (N,) values by key; NaN where a record has none
     alarms: tuple[tuple[int, str], ...] = ()  # steps and texts of the newest alarms
     num_alarms: int = 0
-    skipped: tuple[int, ...] = ()  # steps that updated nothing
+    skipped: tuple[int, ...] = ()  # steps without an update of the parameters
     spikes: tuple[tuple[int, int], ...] = ()  # first step and length of each spike of the gradient norm, in steps
-    damaged: int = 0  # number of lines that were left out
-    torn: bool = False  # True if the last line has no end
+    damaged: int = 0  # number of damaged lines, which are skipped
+    torn: bool = False  # True if the last line is incomplete
     repeated: int = 0  # number of records that a later record of the same step replaces
 
     def series(self, key: str) -> tuple[Column, Column]:
-        """Steps and values of a key, without the records that lack it."""
+        """Steps and values of one metric, without the records that lack it."""
         values = self.numbers.get(key)
         if values is None:
             return np.empty(0), np.empty(0)
@@ -78,7 +78,7 @@ class Columns:
         return self.steps[is_finite], values[is_finite]
 
     def last(self, key: str) -> float | None:
-        """Newest value of a key; None if no record has it."""
+        """Newest value of a metric; None if no record has it."""
         _, values = self.series(key)
         if not len(values):
             return None
@@ -86,12 +86,12 @@ class Columns:
 
 
 def read_columns(file: Path) -> Columns:
-    """Read a metrics file."""
+    """Read a run's metrics file into arrays."""
     reader = _ColumnsReader()
     with open(open_regular(file), "rb") as lines:
         size_bytes = os.fstat(lines.fileno()).st_size
         with Progress(f"reading {file}", size_bytes, on_terminals_only=True) as progress:
-            # A block has whole lines. The last may end without a line feed, and so may a block within an endless line.
+            # A block has whole lines, except that the file's last line, or an overlong line, may lack its line feed.
             for block in iter(lambda: lines.read(BLOCK_BYTES), b""):
                 whole = block
                 if not block.endswith(b"\n"):
@@ -102,7 +102,7 @@ def read_columns(file: Path) -> Columns:
 
 
 class _ColumnsReader:
-    """Reader that collects the tables of all blocks."""
+    """Parser of a metrics file that collects the arrays of all blocks."""
 
     def __init__(self) -> None:
         self._tables: list[dict[str, Column]] = []
@@ -132,7 +132,7 @@ class _ColumnsReader:
         if table is not None:
             self._add_table(table)
             return
-        # Python takes five times as long as pyarrow, so only the lines around the odd one are left to Python.
+        # Python takes five times as long as pyarrow, so only lines near the rejected line are parsed by Python.
         middle = whole.find(b"\n", len(whole) // 2) + 1
         if len(whole) > FEW_BYTES and 0 < middle < len(whole):
             self._add_lines(whole[:middle])
@@ -157,7 +157,7 @@ class _ColumnsReader:
             self._add_texts(record)
 
     def _add_records(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add lines one by one, with those values that are numbers."""
+        """Add records that Python parsed, with those of their values that are numbers."""
         numbers: dict[str, Column] = {}
         for key in KEYS:
             numbers[key] = np.array([number_of(record.get(key)) for record in records], dtype=np.float64)
@@ -165,7 +165,10 @@ class _ColumnsReader:
             self._add_texts(record)
 
     def _add_numbers(self, numbers: Mapping[str, Column]) -> NDArray[np.bool_]:
-        """Add the lines whose step is a whole number from 0, without numbers that are too large to draw."""
+        """Add the numbers of a block, and return a mask of its valid records.
+
+        A record is valid if its step is an integer from 0. Numbers too large to draw become NaN.
+        """
         steps = numbers["step"]
         counted = np.asarray((steps >= 0) & (steps <= MOST_STEP) & (np.floor(steps) == steps))
         self._damaged += int(len(counted) - counted.sum())
@@ -185,7 +188,7 @@ class _ColumnsReader:
                 self._spikes.add((pair[0], pair[1]))
 
     def columns(self) -> Columns:
-        """The columns of all blocks."""
+        """Join the metrics of all blocks of the file into one set of arrays."""
         whole = {}
         for key in KEYS:
             whole[key] = np.concatenate([np.empty(0), *(table[key] for table in self._tables)])
@@ -218,10 +221,10 @@ _SCHEMA = pa.schema(
 
 
 def _parsed(lines: bytes) -> pa.Table | None:
-    """Table of lines; None if a line is damaged, or has a value of another kind.
+    """Parse lines with pyarrow; None if a line is damaged, or a value has an unexpected type.
 
-    pyarrow ends the process at a lone `null`, and takes two objects in one line. So pyarrow only gets lines with one
-    pair of braces around them.
+    pyarrow ends the process at a lone `null`, and accepts two objects in one line. So pyarrow only gets lines with
+    exactly one pair of braces around them.
     """
     num_lines = lines.count(b"\n")
     braced = lines.startswith(b"{") and lines.endswith(b"}\n") and lines.count(b"}\n{") == num_lines - 1
@@ -238,8 +241,8 @@ def _parsed(lines: bytes) -> pa.Table | None:
 
 
 def number_of(value: object) -> float:
-    """A number as a float; NaN for anything else, and for an integer without a float."""
-    if type(value) is float:  # nearly all of millions of values
+    """Convert a number to float; NaN for any other value, and for an integer beyond the range of a float."""
+    if type(value) is float:  # the type of nearly all values, of which there may be millions
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan

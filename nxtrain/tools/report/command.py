@@ -1,4 +1,4 @@
-"""`nxtrain report`: read run folders, write their page, and judge their parity."""
+"""`nxtrain report`: read run folders, write their HTML report, and check their parity."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nxtrain.tools.report.run import read_runs
 
 @dataclass(frozen=True)
 class Reported:
-    """Result of a report."""
+    """Result of `nxtrain report`: file, lines for the terminal, and data for `--json`."""
 
     file: Path
     lines: tuple[str, ...]
@@ -34,12 +34,14 @@ def report(
     scales: bool = False,
     price_usd_h: float | None = None,
 ) -> Reported:
-    """Write the page of some runs.
+    """Write the HTML report of one or more runs.
 
     Args:
+        folders: Run folders.
         out: File to write; None: `report.html` in the first folder.
-        bounds: Compare each run with the first by these bounds; None: do not.
-        price_usd_h: Price of a machine's hour; None: that of the table of machines.
+        bounds: Bounds for comparing each run with the first; None: runs are not compared.
+        scales: Compare throughput over the number of nodes.
+        price_usd_h: Price of one machine in USD per hour; None: the price in the table of machines.
     """
     if bounds is not None and len(folders) < 2:  # noqa: PLR2004 - a run and another
         raise ConfigError("--parity compares runs with the first; name two run folders or more")

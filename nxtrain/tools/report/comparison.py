@@ -1,8 +1,8 @@
-"""Comparison of runs: parity of a run with the first within stated bounds, and scaling over nodes.
+"""Comparison of runs: parity of a run with the first within given bounds, and scaling over nodes.
 
-In this way a run on Trainium is compared with the same run on a GPU or a CPU. Losses and norms are compared as means
-over windows of steps, since single steps differ by rounding. HLAT's recipe exceeds an efficiency of 0.90 at 64 nodes
-(Fan et al. 2024, arXiv:2404.10630).
+A run on Trainium can so be compared with the same run on a GPU or a CPU. Losses and norms are compared as means over
+windows of steps, since single steps differ by rounding. HLAT's recipe exceeds an efficiency of 0.90 at 64 nodes (Fan et
+al. 2024, arXiv:2404.10630).
 """
 
 from __future__ import annotations
@@ -22,28 +22,33 @@ from nxtrain.tools.report.facts import typical
 from nxtrain.tools.report.figures import difference
 from nxtrain.tools.report.run import RecordedRun
 
-WINDOWS = 20  # at most, each with the same number of records
-FEWEST = 5  # records that both runs must have
+WINDOWS = 20  # maximum number of windows of equal size
+FEWEST = 5  # minimum number of steps that both runs recorded
 
-EXACT = 1e-6  # largest relative difference of numbers that do not depend on the device
+EXACT = 1e-6  # bound on the relative difference of numbers that do not depend on the device
 
 EXPLAINING = (
     *("run.seed", "model.preset", "model.hf", "train.seq_len", "train.global_batch", "train.steps", "optim.lr"),
     *("data.source", "data.path", "precision.params", "precision.update", "precision.reduce"),
 )
-"""Keys whose difference may explain other losses."""
+"""Configuration keys whose difference may explain different losses of two runs."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Largest relative differences of parity."""
+    """Largest relative differences between two runs that count as parity."""
 
     loss: float = 0.01  # of the mean training loss in any window, and of every held-out loss
     norm: float = 0.10  # of the mean gradient norm in any window
 
 
 def parity(first: RecordedRun, other: RecordedRun, bounds: Bounds) -> dict[str, Any]:
-    """Compare a run with another: `passed`, the checks of each quantity, and differences that may explain others."""
+    """Compare two runs within bounds.
+
+    Returns:
+        `passed`: True if all checks passed. `checks`: result for each quantity. `notes`: different settings that may
+        explain different losses.
+    """
     checks = [
         _check(first, other, "training loss", "loss", bounds.loss, windows=True, required=True),
         _check(first, other, "held-out loss", "val_loss", bounds.loss),
@@ -68,7 +73,10 @@ def parity(first: RecordedRun, other: RecordedRun, bounds: Bounds) -> dict[str, 
 
 
 def window_means(values: Column) -> Column:
-    """Means of neighbouring values, in at most `WINDOWS` windows of equal size; the last window takes the remainder."""
+    """Means over at most `WINDOWS` windows of adjacent values.
+
+    All windows have equal size, except that the last one includes the remainder.
+    """
     size = max(1, len(values) // WINDOWS)
     starts = np.arange(len(values) // size) * size
     ends = np.append(starts[1:], len(values))
@@ -106,20 +114,21 @@ def _check(
 
 
 def _result(name: str, value: float | None, bound: float, text: str) -> dict[str, Any]:
-    """Result of a check; `value` is the largest relative difference, None without values to compare."""
+    """Result of one parity check; `value` is the largest relative difference, None if there was nothing to compare."""
     passed = value is not None and value <= bound
     return {"name": name, "passed": passed, "value": value, "bound": bound, "text": text}
 
 
 def scaling(runs: Sequence[RecordedRun], price_usd_h: float | None = None) -> tuple[list[dict[str, Any]], list[str]]:
-    """Compare runs over their nodes, the smallest first.
+    """Compare the throughput of runs over their number of nodes, smallest first.
+
+    `efficiency` is the throughput per node, relative to that of the smallest run on the same kind of machine.
 
     Args:
-        price_usd_h: Price of a machine's hour; None: that of the table of machines.
+        price_usd_h: Price of one machine in USD per hour; None: the price in the table of machines.
 
     Returns:
-        A point for each run that recorded its throughput, and notes for people. `efficiency` is the throughput of a
-        node over that of a node of the smallest run of the same kind of machine. Without a price, `price_usd_h` and
+        One point for each run that recorded its throughput; notes for the user. Without a price, `price_usd_h` and
         `tokens_per_usd` are None.
     """
     notes = []
@@ -139,7 +148,7 @@ def scaling(runs: Sequence[RecordedRun], price_usd_h: float | None = None) -> tu
             with suppress(ConfigError):
                 price = find_machine(instance, {}).price_usd_h
         point: dict[str, Any] = {"name": name, "instance": instance, "nodes": nodes, "tokens_per_s": speed}
-        # Weak and strong scaling alike: a node's share of the throughput, next to that of the smallest run.
+        # The same for weak and strong scaling: throughput per node, relative to the smallest run.
         point["efficiency"] = (speed / nodes) / smallest.setdefault(instance, speed / nodes)
         point["price_usd_h"] = price
         point["tokens_per_usd"] = 3600 * speed / (price * nodes) if price else None

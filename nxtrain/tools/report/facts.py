@@ -1,4 +1,4 @@
-"""Tables of a page: overview, stability, times of the ranks, plan next to measurement, configuration."""
+"""Tables of the HTML report: overview, stability, times of ranks, plan compared with measurement, configuration."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from nxtrain.common.text import duration, short, size
 from nxtrain.config.tables import toml_value
 from nxtrain.tools.report.run import RecordedRun, shortened
 
-FIT_FROM = 0.2  # share of the steps before the part in which the loss is fitted
-FEWEST_FITTED = 20  # records
-LONGEST_VALUE = 300  # characters of a value of the configuration
+FIT_FROM = 0.2  # share of the first steps, which the fit of the loss leaves out
+FEWEST_FITTED = 20  # minimum number of records for a fit
+LONGEST_VALUE = 300  # maximum number of characters of a configuration value in a table
 
 
 @dataclass(frozen=True)
 class Table:
-    """Table with a row for each quantity and a column for each run."""
+    """Table of the report with one row per quantity and one column per run."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -35,22 +35,25 @@ class Table:
 
     @property
     def differing(self) -> list[tuple[str, ...]]:
-        """The marked rows."""
+        """Rows whose cells differ between runs."""
         return [row for number, row in enumerate(self.rows) if number in self.marked]
 
 
 def overview(runs: Sequence[RecordedRun]) -> Table:
-    """Main results of each run."""
+    """Table of the main results of each run."""
     return _table([dict(_overview(run)) for run in runs], runs)
 
 
 def stability(runs: Sequence[RecordedRun]) -> Table:
-    """Stability of each run."""
+    """Table of training stability of each run: gradient norm spikes, alarms, skipped steps and parameter norms."""
     return _table([dict(_stability(run)) for run in runs], runs)
 
 
 def planned(run: RecordedRun) -> tuple[Table | None, str]:
-    """Plan of a run next to its measurements, and a sentence: the plan's basis, or the reason why there is none."""
+    """Table of a run's planned and measured figures, with a sentence about the plan.
+
+    The table is None if there is no plan. The sentence then has the reason.
+    """
     if not run.config:
         return None, f"There is no plan, since there is no {CONFIG_FILE}."
     if not run.config.get("cluster.instance"):
@@ -87,7 +90,7 @@ def planned(run: RecordedRun) -> tuple[Table | None, str]:
 
 
 def configuration(runs: Sequence[RecordedRun]) -> Table:
-    """Every value of the configurations; with several runs, the rows that differ are marked."""
+    """Table of all configuration values; with several runs, differing rows are marked."""
     rows = []
     for key in dict.fromkeys(chain.from_iterable(run.config for run in runs)):
         values = [shortened(run.value(key), LONGEST_VALUE) for run in runs]
@@ -97,7 +100,7 @@ def configuration(runs: Sequence[RecordedRun]) -> Table:
 
 
 def environment(runs: Sequence[RecordedRun]) -> Table:
-    """Environment of each run's newest start."""
+    """Table of the software and hardware environment of each run's newest start."""
     columns = []
     for run in runs:
         columns.append({shortened(k): shortened(_plain(v), LONGEST_VALUE) for k, v in run.environment.items()})
@@ -105,7 +108,7 @@ def environment(runs: Sequence[RecordedRun]) -> Table:
 
 
 def typical(run: RecordedRun, key: str) -> float | None:
-    """Median of a column; None if it has no values."""
+    """Median of a metric over the run; None if the metric has no values."""
     _, values = run.columns.series(key)
     if not len(values):
         return None
@@ -113,11 +116,13 @@ def typical(run: RecordedRun, key: str) -> float | None:
 
 
 def fit_of(run: RecordedRun) -> dict[str, float] | None:
-    """Fit of the training loss, after the first part of the run, as a straight line over the logarithm of the step.
+    """Fit the training loss by a straight line over the logarithm of the step.
+
+    The first `FIT_FROM` of the steps are left out.
 
     Returns:
-        `first` step, `slope` (change of the loss by a tenfold of the steps), and `spread` (standard deviation of the
-        records around the line); None if the records are too few.
+        `first`: first step of the fit. `slope`: change of the loss when steps grow tenfold. `spread`: standard
+        deviation of the losses around the line. None if there are too few records.
     """
     steps, losses = run.columns.series("loss")
     if len(steps):
@@ -133,7 +138,7 @@ def fit_of(run: RecordedRun) -> dict[str, float] | None:
 
 
 def results(run: RecordedRun) -> dict[str, Any]:
-    """Main results of a run as JSON."""
+    """Convert the main results of a run to JSON types."""
     columns = run.columns
     step = 0
     if len(columns.steps):
@@ -273,14 +278,14 @@ PARTS = {
     "evaluation_s": "evaluation",
     "checkpoint_s": "checkpoint",
 }
-"""Kinds of work under the keys of a record, in the order of a legend or of columns."""
+"""Names of the kinds of time in a metrics record, by key, in the order of legends and columns."""
 
-SHOWN = 8  # ranks of a table, those that others wait for most
-MOST_S = 1e9  # largest time that is accepted
+SHOWN = 8  # maximum number of ranks in the table; the busiest ones
+MOST_S = 1e9  # largest time in seconds that is accepted as valid
 
 
 def read_rates(folder: Path) -> dict[int, dict[str, float]]:
-    """Seconds per step of each rank by kind of work; empty if there are none, or if the file is damaged."""
+    """Read the seconds per step of each rank by kind of time; empty if the file is missing or damaged."""
     keys = {key.removesuffix("_s"): key for key in PARTS}
     try:
         content = json.loads(read_text(folder / LOGS_DIR / RANKS_FILE))
@@ -296,7 +301,7 @@ def read_rates(folder: Path) -> dict[int, dict[str, float]]:
 
 
 def rank_times(run: RecordedRun) -> tuple[Table | None, str]:
-    """Milliseconds per step of the ranks that others wait for most, and a sentence; None for a lone rank."""
+    """Table of the milliseconds per step of the busiest ranks, with a sentence; None for a single rank."""
     rates = read_rates(run.folder)
     if len(rates) < 2:  # noqa: PLR2004 - a rank and another
         return None, ""
@@ -315,7 +320,7 @@ def rank_times(run: RecordedRun) -> tuple[Table | None, str]:
     def row(name: str, of: Mapping[str, float]) -> tuple[str, ...]:
         return name, *(f"{1e3 * of.get(kind, 0.0):.2f}" for kind in kinds), f"{1e3 * sum(of.values()):.2f}"
 
-    # Medians of kinds do not add up to a step, so that their row has no sum.
+    # The medians of the kinds do not add up to a step, so their row has no sum.
     rows = [*(row(f"rank {rank}", rates[rank]) for rank in shown), (*row("median", middle)[:-1], "")]
     slowest = shown[0]
     excess_s = {kind: rates[slowest].get(kind, 0.0) - middle[kind] for kind in kinds}

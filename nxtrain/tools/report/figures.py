@@ -1,4 +1,4 @@
-"""The charts of a page: one for each quantity and for each task of `nxtrain eval`, with a curve for each run."""
+"""Charts of the HTML report: one for each metric and each task of `nxtrain eval`, with a curve per run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from nxtrain.tools.report.facts import PARTS, typical
 from nxtrain.tools.report.run import RecordedRun, shortened
 from nxtrain.tools.report.verdict import verdict
 
-NUM_COLORS = 8  # of runs; further runs begin again
-FEWEST_SMOOTHED = 150  # records from which a noisy curve gets its mean drawn over it
-BINS = 160  # columns of a breakdown
+NUM_COLORS = 8  # number of different colors of runs; further runs repeat them
+FEWEST_SMOOTHED = 150  # minimum number of records for which a noisy curve gets a moving average
+BINS = 160  # number of bins of steps in a breakdown of time
 
 QUANTITIES = (
     ("param-norm", "Parameter norm", "", "param_norm", 1.0),
@@ -41,13 +41,13 @@ QUANTITIES = (
     ("dropped", "Slots beyond the capacity", "%", "dropped_share", 100.0),
     ("lost-updates", "Updates lost to rounding", "% of the parameters", "lost_update_frac", 100.0),
 )
-"""Charts of one column each: key, title, unit, column and scale."""
+"""Charts of one metric each: key, title, unit, metric and scale."""
 
-NOISY = ("throughput", "step-time", "mfu")  # charts that get their mean drawn over them
+NOISY = ("throughput", "step-time", "mfu")  # charts with a moving average
 
 
 def charts(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
-    """Charts of some runs; a quantity that no run recorded has none."""
+    """Charts of all metrics that at least one run recorded."""
     drawn = [_losses(runs), _difference(runs), _norms(runs), _rewards(runs)]
     for key, title, unit, column, scale in QUANTITIES:
         curves: list[Curve] = []
@@ -64,14 +64,18 @@ def charts(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
 
 
 def difference(first: RecordedRun, other: RecordedRun, key: str = "loss") -> tuple[Column, Column, Column]:
-    """Steps that two runs both recorded, with the values of each."""
+    """Values of a metric at the steps that both runs recorded.
+
+    Returns:
+        Steps, values of the first run, values of the other run.
+    """
     (steps_a, a), (steps_b, b) = first.columns.series(key), other.columns.series(key)
     steps, indices_a, indices_b = np.intersect1d(steps_a, steps_b, assume_unique=True, return_indices=True)
     return steps, a[indices_a], b[indices_b]
 
 
 def judge(run: RecordedRun) -> str:
-    """Verdict on a run's time; empty if no times are recorded."""
+    """Verdict on the resource that limits a run's speed; empty if no times are recorded."""
     from nxtrain.plan.hardware import find_machine
 
     sums = {}
@@ -87,7 +91,7 @@ def judge(run: RecordedRun) -> str:
             weight_bytes = 2
             if run.config.get("precision.params", "fp32") == "fp32":
                 weight_bytes = 4
-            # Each weight of a pass is read once, and multiplied and added for each token.
+            # A forward pass reads each weight once, and does one multiplication and one addition with it per token.
             intensities = (machine.device_flops / machine.memory_bytes_s, 2 * micro * length / weight_bytes)
     queues = run.environment.get("asynchronous") is True and not any(key in sums for key in SECTIONS_S)
     return verdict(sums, mfu=typical(run, "mfu"), intensities=intensities, queues=queues)
@@ -117,7 +121,7 @@ def _mean_note(runs: Sequence[RecordedRun], column: str) -> str:
 
 
 def _difference(runs: Sequence[RecordedRun]) -> dict[str, Any] | None:
-    """Loss of each run minus that of the first, at the steps that both recorded."""
+    """Chart of each run's loss minus the first run's loss, at the steps that both recorded."""
     curves: list[Curve] = []
     for color, run in list(_colored(runs))[1:]:
         steps, first, other = difference(runs[0], run)
@@ -127,7 +131,7 @@ def _difference(runs: Sequence[RecordedRun]) -> dict[str, Any] | None:
 
 
 def _rewards(runs: Sequence[RecordedRun]) -> dict[str, Any] | None:
-    """Rewards of the chosen and of the rejected answers, of runs on pairs."""
+    """Chart of the rewards of chosen and rejected answers, for runs on preference pairs."""
     curves = []
     for color, run in _colored(runs):
         curves.append(Curve(_named(runs, run, "chosen"), color, *run.columns.series("reward_chosen")))
@@ -144,7 +148,7 @@ def _norms(runs: Sequence[RecordedRun]) -> dict[str, Any] | None:
         means = run.columns.series("grad_norm_mean")
         curves.append(Curve(_named(runs, run, "mean of 20 steps"), color, *means, kind="dashed"))
         marked = np.array([step for step, _ in run.columns.spikes], dtype=np.float64)
-        # A spike between two records has no value of its own: its mark stands at the next record.
+        # A spike between two records has no recorded value, so its mark is drawn at the next record.
         at = np.unique(np.searchsorted(steps, marked))
         at = at[at < len(steps)]
         kind = "spikes" if len(runs) == 1 else "dots"
@@ -158,7 +162,7 @@ def _norms(runs: Sequence[RecordedRun]) -> dict[str, Any] | None:
 
 
 def _with_mean(name: str, color: int, steps: Column, values: Column) -> list[Curve]:
-    """A curve; if long enough, with its mean over a fiftieth of the records drawn over it."""
+    """Curve of a metric; a long one becomes faint, with its moving average over a fiftieth of the records."""
     if len(values) < FEWEST_SMOOTHED:
         return [Curve(name, color, steps, values)]
     return [
@@ -168,11 +172,11 @@ def _with_mean(name: str, color: int, steps: Column, values: Column) -> list[Cur
 
 
 def breakdown(run: RecordedRun) -> dict[str, Any] | None:
-    """Areas of the host's time over steps, in shares that add up to one; None if the run recorded no times.
+    """Stacked areas of the host's time over steps, as shares that add up to one; None if no times are recorded.
 
     Returns:
-        For the template of the page: `areas` has the number of the color, name, SVG path and share of each kind of
-        work, and `verdict` is a sentence that names the limit.
+        Data for the HTML template. `areas`: color, name, SVG path and share of each kind of time. `verdict`: sentence
+        about the resource that limits the speed.
     """
     times = {key: run.columns.numbers[key] for key in PARTS if key in run.columns.numbers}
     if not times or not len(run.columns.steps):
@@ -215,7 +219,7 @@ def breakdown(run: RecordedRun) -> dict[str, Any] | None:
 
 
 def _area(x: Column, low: Column, high: Column) -> str:
-    """Path of an area of columns."""
+    """SVG path of an area between two step functions."""
     edges = np.repeat(x, 2)[1:-1]
     across = np.concatenate([edges, edges[::-1]])
     heights = np.concatenate([np.repeat(high, 2), np.repeat(low, 2)[::-1]])
@@ -223,14 +227,14 @@ def _area(x: Column, low: Column, high: Column) -> str:
 
 
 def _main(runs: Sequence[RecordedRun], run: RecordedRun, quantity: str) -> str:
-    """Name of the main curve of a chart: with one run its quantity, with several the run."""
+    """Name of a run's main curve in a chart: the metric for a single run, otherwise the run's name."""
     if len(runs) == 1:
         return quantity
     return run.name
 
 
 def _named(runs: Sequence[RecordedRun], run: RecordedRun, quantity: str) -> str:
-    """Name of a further curve of a chart."""
+    """Name of a run's additional curve in a chart."""
     if len(runs) == 1:
         return quantity
     return f"{run.name}, {quantity}"
@@ -240,11 +244,11 @@ def _colored(runs: Sequence[RecordedRun]) -> Iterator[tuple[int, RecordedRun]]:
     return ((number % NUM_COLORS, run) for number, run in enumerate(runs))
 
 
-MOST_TASKS = 40  # most tasks that the page shows, those that were measured first
+MOST_TASKS = 40  # maximum number of tasks on the page; the first ones measured
 
 
 def evaluations(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
-    """Charts of the tasks that the runs have results of."""
+    """Charts of all evaluation tasks that have results, over training tokens."""
     tasks_of_runs = [_tasks(run) for run in runs]
     names = list(dict.fromkeys(chain.from_iterable(tasks_of_runs)))
     charts = []
@@ -266,7 +270,10 @@ def evaluations(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
 
 
 def _tasks(run: RecordedRun) -> dict[tuple[str, str], list[tuple[float, float, float]]]:
-    """Tokens, value and standard error (0 if unknown) of each task and metric, for the newest requests of the task."""
+    """Tokens, value and standard error of each evaluated task and metric; an unknown error is 0.
+
+    If the requests of a task changed, only results for its newest requests count.
+    """
     try:
         lines = [line for line in jsonl.read(run.folder / EVALUATIONS_FILE) if _is_result(line)]
     except OSError:  # the page shows what can be read
@@ -287,7 +294,7 @@ def _tasks(run: RecordedRun) -> dict[tuple[str, str], list[tuple[float, float, f
 
 
 def _is_result(line: Mapping[str, Any]) -> bool:
-    """True if a line is one that `nxtrain eval` writes."""
+    """Return True if a line has the form that `nxtrain eval` writes."""
     named = isinstance(line.get("task"), str) and isinstance(line.get("question"), str)
     metrics = line.get("metrics")
     return named and abs(number_of(line.get("tokens"))) < MOST and isinstance(metrics, dict) and bool(metrics)

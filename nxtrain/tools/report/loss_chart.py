@@ -1,6 +1,7 @@
-"""Loss curve of a run as text, for a terminal or a log: `python -m nxtrain.tools.report.loss_chart RUN`.
+"""Loss curve of a run as text for a terminal or a log: `python -m nxtrain.tools.report.loss_chart RUN`.
 
-The curve is drawn in braille characters, of 2 x 4 dots each, or in ASCII for an output whose encoding has none.
+The curve consists of braille characters with 2 x 4 dots each. If the output's encoding has no braille, the curve is in
+ASCII.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from nxtrain.common.errors import ConfigError
 from nxtrain.common.io.jsonl import read
 from nxtrain.common.run_folder import METRICS_FILE
 
-ROWS = 10  # characters of the plot's height; the axes take two more lines, and the title one
+ROWS = 10  # height of the plot in lines; axes take two more lines, and the title one
 WIDEST, NARROWEST = 100, 24  # bounds of the chart's width in characters
 
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -27,7 +28,7 @@ DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 @dataclass(frozen=True)
 class Style:
-    """Characters of a chart."""
+    """Characters with which a loss chart is drawn."""
 
     dots_x: int  # dots of the curve in one character
     dots_y: int
@@ -44,7 +45,12 @@ ASCII = Style(1, 1, "*", "o", "|", "+", "+", "-")
 
 
 def loss_chart(records: Sequence[Mapping[str, Any]], width: int, style: Style) -> str:
-    """Draw the training loss as a curve, and the held-out loss of each evaluation as a mark, in lines of a width."""
+    """Draw the training loss as a curve, and each held-out loss as a mark.
+
+    Args:
+        records: Records of the metrics file.
+        width: Width in characters.
+    """
     train, held_out = _points(records, "loss"), _points(records, "val_loss")
     points = [*train, *held_out]
     if not points:
@@ -98,7 +104,7 @@ def loss_chart(records: Sequence[Mapping[str, Any]], width: int, style: Style) -
 
 
 def _points(records: Iterable[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
-    """Steps and losses."""
+    """Steps and losses of the records that have both."""
     points = []
     for record in records:
         step, loss = record.get("step"), record.get(key)
@@ -108,7 +114,7 @@ def _points(records: Iterable[Mapping[str, Any]], key: str) -> list[tuple[float,
 
 
 def style_for(encoding: str | None) -> Style:
-    """Characters that an output of this encoding can show."""
+    """Choose the characters that an output encoding can represent."""
     try:
         (chr(0x28FF) + BRAILLE.held_out + BRAILLE.axis).encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -117,7 +123,7 @@ def style_for(encoding: str | None) -> Style:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the chart of a run folder to standard output; return the exit code."""
+    """Print the loss chart of a run folder to standard output, and return the exit code."""
     if len(argv) != 1:
         print("usage: python -m nxtrain.tools.report.loss_chart RUN", file=sys.stderr)
         return ConfigError.exit_code

@@ -1,6 +1,6 @@
-"""HTML page of runs: one file that loads nothing, in which text of a run never becomes markup.
+"""HTML page of the report: one file that loads nothing else and escapes all text of runs.
 
-jinja2 escapes every value. A policy of the page allows its own script only, and no network.
+jinja2 escapes every value. The page's content security policy allows only its own script and no network access.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from nxtrain.tools.report.figures import breakdown, charts, evaluations
 from nxtrain.tools.report.run import RecordedRun, printable, shortened
 from nxtrain.tools.report.timeline import USES, timeline
 
-MOST_ALARMS = 100  # of a run that the page lists, the newest
-MOST_TITLE = 160  # characters
+MOST_ALARMS = 100  # maximum number of alarms that the page lists per run; the newest ones
+MOST_TITLE = 160  # maximum length of the page's title in characters
 
 
 def render(
@@ -36,7 +36,14 @@ def render(
     notes: Sequence[str] = (),
     written: datetime | None = None,
 ) -> str:
-    """HTML page of some runs, with their comparisons and scaling, and notes that concern no single run."""
+    """Render the HTML page of runs.
+
+    Args:
+        parities: Results of `parity`.
+        points: Results of `scaling`.
+        notes: Notes that belong to no single run.
+        written: Time shown on the page; None: the current time.
+    """
     all_notes = [("all runs", note) for note in notes]
     alarms = []
     timelines = []
@@ -82,7 +89,7 @@ def _asset(name: str) -> str:
 
 
 def _printable(value: object) -> object:
-    """A value of the page; text is one line of characters that a file can hold, before jinja2 escapes it."""
+    """Convert a template value: text becomes one line of printable characters, before jinja2 escapes it."""
     if type(value) is str:
         return printable(value)
     return value

@@ -1,4 +1,4 @@
-"""A run as its folder shows it, complete or not; each thing that is missing or damaged becomes a note."""
+"""Reader of a run folder, complete or not; each missing or damaged file becomes a note."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-FRESH_S = 90.0  # since the last record, within which a start without an end counts as running
-LONGEST_NAME = 80  # characters of a run's name on a page
+FRESH_S = 90.0  # a start without an end counts as running for this many seconds after its last heartbeat
+LONGEST_NAME = 80  # maximum length in characters of a run's name on a page
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run folder.
+    """Contents of a run folder.
 
     Args:
         environment: Versions, devices and ranks of the newest start, by name.
@@ -48,22 +48,22 @@ class RecordedRun:
 
     @cached_property
     def goodput(self) -> Goodput:
-        """Division of the run's time."""
+        """Goodput of the run, with the division of its time."""
         return account(self.starts)
 
     def value(self, key: str) -> str:
-        """Value of the configuration as TOML; empty if unknown."""
+        """Configuration value as TOML text; empty if unknown."""
         if key not in self.config:
             return ""
         return toml_value(self.config[key])
 
     def number(self, key: str) -> float | None:
-        """Number of the configuration; None if it is absent or not a number."""
+        """Numeric configuration value; None if the key is missing or its value is not a number."""
         return number_at(self.config, key)
 
 
 def number_at(table: Mapping[str, Any], key: str) -> float | None:
-    """Number of a table; None if it is absent or not a number."""
+    """Numeric value of a table's key; None if the key is missing or its value is not a number."""
     value = table.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -71,11 +71,15 @@ def number_at(table: Mapping[str, Any], key: str) -> float | None:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
-    """Read run folders, and give each run a name of its own; a folder that does not exist is a ConfigError."""
+    """Read run folders, and make the names of the runs unique.
+
+    Raises:
+        ConfigError: A folder does not exist.
+    """
     for folder in folders:
         if not folder.is_dir():
             kind = "is a file, not a run folder" if folder.exists() else "does not exist"
-            raise ConfigError(f"{folder} {kind}; name the folder of a run, as run.dir has it")
+            raise ConfigError(f"{folder} {kind}; name the folder of a run, which is the value of run.dir")
     runs = [read_run(folder) for folder in folders]
     names = [run.name for run in runs]
     if len(set(names)) == len(names):
@@ -84,7 +88,7 @@ def read_runs(folders: Sequence[Path]) -> list[RecordedRun]:
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """Read a run folder; nothing in the folder is an error."""
+    """Read a run folder; missing and damaged files become notes, never errors."""
     notes: list[str] = []
     columns = _columns(folder / METRICS_FILE, notes)
     starts = read_starts(folder / LOGS_DIR)
@@ -120,12 +124,12 @@ def read_run(folder: Path) -> RecordedRun:
 
 
 def printable(text: str) -> str:
-    """Text of one line; a character that UTF-8 or a screen cannot show becomes U+FFFD."""
+    """Convert text to one line; characters that UTF-8 or a screen cannot show become U+FFFD."""
     return "".join(char if char.isprintable() else "\ufffd" for char in " ".join(text.split()))
 
 
 def shortened(text: str, most: int = LONGEST_NAME) -> str:
-    """Printable text, cut in its middle if it is too long."""
+    """Convert text to one printable line, and cut its middle if it exceeds `most` characters."""
     text = printable(text)
     if len(text) <= most:
         return text

@@ -1,4 +1,4 @@
-"""Timeline of a run's starts: each start's use of its time, the gaps between starts, and the reason for each end."""
+"""Timeline of a run's starts: use of time in each start, gaps between starts, and the reason why each ended."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ USES = {
     "tail": "from the last progress to the end",
     "gap": "no start was running",
 }
-"""Uses of time, in the order of the legend."""
+"""Uses of time in the timeline, in the order of the legend."""
 
-MOST_SPANS = 400  # that are drawn one by one; more are added up in columns
-COLUMNS = 250  # of a timeline whose spans are added up
-MOST_ROWS = 60  # starts in the table: the first and the last
+MOST_SPANS = 400  # maximum number of spans drawn one by one; otherwise they are summed into columns
+COLUMNS = 250  # number of columns into which spans are summed
+MOST_ROWS = 60  # maximum number of starts in the table; the first and the last ones
 
 
 @dataclass(frozen=True)
 class UseSpan:
-    """Span of one use of time."""
+    """Time span of a run with one use of time."""
 
     use: str  # key of `USES`
     begin_s: float  # seconds since the run's first start
     end_s: float
-    start: int  # number of the start, from 1; of a gap, that of the start before
+    start: int  # number of the start, from 1; for a gap, the number of the start before it
 
 
 def timeline(starts: Sequence[RunStart]) -> dict[str, Any] | None:
-    """Draw the starts of a run for the template of the page; None if there are none, or if they took no time.
+    """Timeline of a run's starts, as data for the HTML template; None if the starts took no time.
 
     Returns:
-        `boxes` are rectangles in units of `WIDTH` across and in percent down, `restarts` the begins of later starts,
-        and `rows` the table of starts.
+        `boxes`: rectangles in units of `WIDTH` across and percent down. `restarts`: positions where later starts begin.
+        `rows`: table of starts.
     """
     spans = list(spans_of(starts))
     total_s = max((span.end_s for span in spans), default=0.0)
@@ -73,10 +73,10 @@ def timeline(starts: Sequence[RunStart]) -> dict[str, Any] | None:
 
 
 def spans_of(starts: Sequence[RunStart]) -> Iterator[UseSpan]:
-    """Spans of all starts, without a hole between them.
+    """Yield the time spans of all starts, without holes between them.
 
-    The log of starts has the sums of a start only: the uses of a start have a fixed order, which is not their order in
-    time.
+    The log has only the sum of each use of time per start. So the uses of a start are drawn in a fixed order, not in
+    their order in time.
     """
     at = 0.0
     before: RunStart | None = None
@@ -88,7 +88,7 @@ def spans_of(starts: Sequence[RunStart]) -> Iterator[UseSpan]:
                 at += gap_s
         spent, elapsed_s = start.spent, start.seen.up - start.began.up
         begin_s, tail_s = spent.start_s, max(0.0, elapsed_s - spent.total_s)
-        if spent.step == start.resumed and start.outcome not in {"done", "stopped"}:  # no step: all of it is start-up
+        if spent.step == start.resumed and start.outcome not in {"done", "stopped"}:  # no step: only start-up
             begin_s, tail_s = begin_s + tail_s, 0.0
         productive_s = start.train_s(stood)
         uses_s = {
@@ -106,7 +106,7 @@ def spans_of(starts: Sequence[RunStart]) -> Iterator[UseSpan]:
 
 
 def _columns(spans: Sequence[UseSpan], total_s: float) -> Iterator[dict[str, Any]]:
-    """Boxes of columns of equal width, each with the shares of the uses, productive time at the bottom."""
+    """Yield boxes of columns of equal width, with the shares of all uses in each, productive time at the bottom."""
     sums = [dict.fromkeys(USES, 0.0) for _ in range(COLUMNS)]
     width_s = total_s / COLUMNS
     for span in spans:

@@ -1,15 +1,15 @@
-"""Verdict on a run's time: the resource that limits the run, with the figures."""
+"""Verdict on a run's speed: the resource that limits the run, with the figures that show it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Share of the time from which a kind of work limits a run. An update multiplies no matrices.
-BOUND_SHARE = 0.15  # a kind of work other than steps
-UPDATE_SHARE = 0.3  # reading and writing the state
-LAUNCH_SHARE = 0.9  # a host that issues work for its device
+# Shares of the time from which an activity counts as the limit of a run.
+BOUND_SHARE = 0.15  # an activity outside training steps, such as waiting for data
+UPDATE_SHARE = 0.3  # the optimizer update, which is limited by reading and writing the state
+LAUNCH_SHARE = 0.9  # the host's launching of operations on its device
 
-HIGH_MFU = 0.3  # MFU from which a run counts as limited by arithmetic: published runs of dense models reach 0.3 to 0.6
+HIGH_MFU = 0.3  # a run counts as compute-bound from this MFU; published runs of dense models reach 0.3 to 0.6
 UNDECIDED = "bound by its steps"  # verdict on a run whose device has an unknown peak
 
 BOUND_BY = {
@@ -26,13 +26,16 @@ def verdict(
     intensities: tuple[float, float] | None = None,
     queues: bool = False,
 ) -> str:
-    """Judge times by kind of work: a name such as `data-bound`, a colon, and the figures; empty without times.
+    """Name the resource that limits a run, such as `data-bound`, followed by a colon and the figures.
+
+    The text is empty if there are no times.
 
     Args:
-        times: Seconds under the keys of a record, such as `data_s`; sections of the step are parts of `training_s`.
-        intensities: Operations that the device can do while it reads a byte, and operations for each byte of the
-            weights that a pass over a micro-batch reads.
-        queues: The host queues work for a device, and the times are the host's.
+        times: Seconds by key of a metrics record, such as `data_s`; sections of the step are parts of `training_s`.
+        mfu: Model FLOPs utilization of the run; None: unknown.
+        intensities: Two numbers of FLOPs. The first is what the device computes while it reads one byte. The second is
+            what a forward pass over a micro-batch computes per byte of weights.
+        queues: The host queues operations for a device, so that the times are those of the host.
     """
     kinds = ("data_s", "training_s", "waiting_s", "log_s", *BOUND_BY)
     total_s = sum(times.get(kind, 0.0) for kind in kinds)
@@ -41,7 +44,7 @@ def verdict(
     share = {kind: times.get(kind, 0.0) / total_s for kind in (*kinds, "reduce_s", "optimizer_s")}
     if share["data_s"] >= BOUND_SHARE:
         return f"data-bound: {share['data_s']:.0%} of the time goes into waiting for data"
-    reduced = 0.0  # a lone rank reduces nothing
+    reduced = 0.0  # a single rank reduces nothing
     if share["waiting_s"]:
         reduced = share["reduce_s"]
     if share["waiting_s"] + reduced >= BOUND_SHARE:

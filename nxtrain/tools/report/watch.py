@@ -1,4 +1,4 @@
-"""Following of runs from another terminal: a line for each run, from the files that the runs write."""
+"""`nxtrain watch`: follow runs from another terminal, with one line per run, from the files that the runs write."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-TAIL_BYTES = 1 << 16  # at the end of a metrics file that are read first; a run of days is not read from its begin
-JUDGED = 20  # newest records whose times the verdict uses
-SILENT_S = 120.0  # without a sign of life, from which the line says so
+TAIL_BYTES = 1 << 16  # bytes at the end of a metrics file that are read first; earlier records are skipped
+JUDGED = 20  # number of newest records whose times the verdict uses
+SILENT_S = 120.0  # seconds without a heartbeat after which the run's line reports silence
 
-ENDED = ("done", "stopped")  # ends after which a run is not followed; a failed run may be started again
+ENDED = ("done", "stopped")  # outcomes after which a run is no longer followed; a failed run may be restarted
 
 
 class Followed:
-    """Run folder that is followed while the run writes it; the run need not have begun."""
+    """Run folder that is followed while the run writes to it; the run need not have started."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
         self._folder, self._clock = folder, clock
@@ -49,7 +49,7 @@ class Followed:
         self._is_damaged = False
 
     def line(self) -> tuple[str, bool]:
-        """Line of the run, and True if the run has ended."""
+        """Current line of the run, and True if the run has ended."""
         for record in self._news():
             self._record = record
             times_s = {key: number_at(record, key) for key in (*KINDS_S, *SECTIONS_S)}
@@ -93,7 +93,7 @@ class Followed:
             if newest:
                 record["saved_step"] = int(newest[1])  # the save of a step follows its record
         yield from details(record)
-        sums = Counter[str]()  # of several records: an evaluation in the newest does not limit the run
+        sums = Counter[str]()  # sums over several records, since one record with an evaluation is not typical
         for times_s in self._times:
             sums.update(times_s)
         limit = verdict(sums, mfu=number_at(self._record, "mfu"))
@@ -105,7 +105,7 @@ class Followed:
             yield f"ALARM {alarm}"
 
     def _state(self, start: dict[str, Any]) -> str:
-        """End of the run, or the time since its last sign of life if that is long."""
+        """Outcome of the run, or the time since its last heartbeat if that is long."""
         outcome = start.get("outcome")
         if outcome and start.get("why"):
             return f"{outcome}: {start['why']}"
@@ -120,7 +120,10 @@ class Followed:
         return ""
 
     def _news(self) -> Iterator[dict[str, Any]]:
-        """Records since the last call; after a resume, which shortens the file, the records at its end."""
+        """Yield the records that were written since the last call.
+
+        After a resume, which shortens the file, the records at its end are yielded.
+        """
         with suppress(OSError), open(open_regular(self._folder / METRICS_FILE), "rb") as file:
             size, is_cut = file.seek(0, 2), False  # the first line may be incomplete
             if not 0 <= self._offset <= size:
@@ -145,10 +148,15 @@ class Followed:
 
 
 def watch(folders: Sequence[Path], *, once: bool = False, every_s: float = 0.0, console: Console | None = None) -> None:
-    """Show a line for each run until all of them have ended; every 0 s means a second on a terminal, else a minute."""
+    """Show one line per run until all runs have ended.
+
+    Args:
+        once: Show each line once and return.
+        every_s: Seconds between updates; 0: one second on a terminal, else a minute.
+    """
     for folder in folders:
         if not folder.is_dir():
-            raise ConfigError(f"{folder} is no folder; name the folder of a run, as run.dir has it")
+            raise ConfigError(f"{folder} is no folder; name the folder of a run, which is the value of run.dir")
     console = console or PipeSafeConsole(highlight=False, soft_wrap=True, markup=False)
     runs = [Followed(folder) for folder in folders]
     prefixes = [""]
@@ -175,7 +183,7 @@ def watch(folders: Sequence[Path], *, once: bool = False, every_s: float = 0.0, 
 
 
 def _left_s(start: dict[str, Any], total: float) -> float | None:
-    """Seconds until the last step at the pace of this start, its first step left out; None if unknown."""
+    """Estimated seconds until the last step, from the pace of this start without its first step; None if unknown."""
     step, resumed = number_at(start, "step"), number_at(start, "resumed")
     spent = [number_at(start, key) for key in ("train_s", "eval_s", "stall_s")]
     if not total or step is None or resumed is None or step - resumed <= 1 or None in spent:

@@ -1,1 +1,1 @@
-"""Graphs, memory and order of a step, traced on one CPU for any rank."""
+"""Tracing of a training step on one CPU, for any rank: its graphs, memory, and order of operations."""

@@ -1,4 +1,4 @@
-"""Choices that a run makes on its own device, and the values that replace them in a trace on a CPU."""
+"""Automatic choices of a run that depend on its device, and their replacements when it is traced on a CPU."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from nxtrain.config.schema import ON_GPUS, RunConfig
 from nxtrain.launch.neuron import announced_attention, attention_of, experts_of, machine_of
 
 TRACED = {"backend.name": "xla", "backend.layers": "native", "backend.attention": "plain", "backend.experts": "plain"}
-"""Choices that can be traced on any machine, by key."""
+"""Configuration values that can be traced on any machine, by key."""
 
 ASSUMED = INSTANCES["trn1.32xlarge"]
-"""Machine of a run that names none, traced on a host that is not a machine of the table."""
+"""Instance type assumed for a run that names none, if this host is no known instance either."""
 
 NXD = "neuronx-distributed"
 
-BY_COMPILER = "NKI kernels are traced by AWS's compiler alone"
+BY_COMPILER = "only AWS's compiler can trace NKI kernels"
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """Value that is traced in place of the one that a run uses."""
+    """Configuration value that is traced in place of the value that a run uses."""
 
     key: str  # dotted key of the configuration
     configured: str
     run: str
-    reason: str  # reason for another value in `TRACED`, in words
+    reason: str  # reason why another value is traced, as text
 
     def __str__(self) -> str:
-        """Text of the note for the user."""
+        """Text for the user: the value traced in place of the run's value, and the reason."""
         reason = self.reason
         if self.configured == "auto":
             reason = f"auto: {reason}"
@@ -43,7 +43,7 @@ class StandIn:
 
 @dataclass(frozen=True)
 class Choices:
-    """Choices of a run that are traced, and notes on them for the user."""
+    """Resolved layer set and machine of a traced run, with notes for the user."""
 
     layers: str  # `native` or `nxd`
     instance: Machine
@@ -52,18 +52,18 @@ class Choices:
 
 
 def backend_of(config: RunConfig) -> str:
-    """Backend of a run; `auto` means `neuron`, since graphs are traced for the compiler of Trainium."""
+    """Backend of a run; `auto` means `neuron`, since graphs are traced for Trainium's compiler."""
     if config.backend.name == "auto":
         return "neuron"
     return config.backend.name
 
 
 def choose(config: RunConfig) -> Choices:
-    """Make the choices of a run's ranks on their machine, with the functions that the ranks call.
+    """Resolve the automatic choices of a run as its ranks would on their machine.
 
     Raises:
-        BackendError: The run refuses its layers.
-        ConfigError: The run refuses its attention.
+        BackendError: The layer set of the configuration cannot run.
+        ConfigError: The attention of the configuration cannot run.
     """
     name, chosen = backend_of(config), config.backend
     stand_ins: list[StandIn] = []
@@ -78,7 +78,7 @@ def choose(config: RunConfig) -> Choices:
     attention: AttentionChoice | None = None
     if name != "neuron":
         if chosen.layers == "nxd":
-            stand_ins.append(StandIn("backend.layers", "nxd", "nxd", f"on {name} for tests alone"))
+            stand_ins.append(StandIn("backend.layers", "nxd", "nxd", f"on {name} only for tests"))
         attention = announced_attention(config, name, os.environ)
         if name == ON_GPUS and attention is not None and chosen.attention not in ("auto", "plain"):
             reason = f"{attention.reason}; elementary operations are traced"
@@ -93,7 +93,7 @@ def choose(config: RunConfig) -> Choices:
             notes.append(f"{ASSUMED.name} is assumed; cluster.instance names the instance of a run")
         instance = named or ASSUMED
         where = instance.name
-        # Packages that are missing here are assumed to be installed there, in the version of the SDK.
+        # Packages that are missing here are assumed to be installed on the run's machine, in the version of the SDK.
         sdk, distributed = detect() or RECOMMENDED, installed(NXD)
         if distributed is None or distributed.placeholder:
             lacking = "is not here"
@@ -121,7 +121,11 @@ def choose(config: RunConfig) -> Choices:
 
 
 def without_nxd(choices: Choices, config: RunConfig, why: str) -> Choices:
-    """The choices of a machine on which NeuronX Distributed is installed and cannot be loaded."""
+    """Replace the layer set `nxd` by `native`, for a machine on which NeuronX Distributed cannot be loaded.
+
+    Args:
+        why: Reason for the replacement.
+    """
     stand_in = StandIn("backend.layers", config.backend.layers, "nxd", why)
     notes = tuple(note for note in choices.notes if note != _nxd_is_traced())
     return Choices("native", choices.instance, (*choices.stand_ins, stand_in), notes)
@@ -139,7 +143,11 @@ def _device_reason(config: RunConfig, name: str) -> str:
 
 
 def _layers(config: RunConfig, distributed: Package, lacking: str, stand_ins: list[StandIn], notes: list[str]) -> str:
-    """Layers that are traced; `lacking` is the reason why NeuronX Distributed is missing here, empty if it is not."""
+    """Layer set that is traced, `native` or `nxd`.
+
+    Args:
+        lacking: Reason why NeuronX Distributed is missing here; empty if it is installed.
+    """
     chosen = config.backend
     may, own = chosen.allow_unverified, config.needs_own_layers
     layers, why = choose_layers(chosen.layers, "neuron", allow_unverified=may, assumed=distributed, needs_own=own)

@@ -1,6 +1,6 @@
-"""`nxtrain graphs`: report the graphs that a compiler will get, and fail if they have problems.
+"""`nxtrain graphs`: report the graphs that the compiler will get, and fail if they have problems.
 
-Tracing has a process of its own, whose environment is decided before torch-xla reads it.
+Tracing runs in a separate process, whose environment is set before torch-xla reads it.
 """
 
 from __future__ import annotations
@@ -39,19 +39,26 @@ IRRELEVANT = (
     "compile.torch_compile=false",
     "recovery.in_job=false",
 )
-"""Keys that no graph depends on, so that a run can be traced before its data is there."""
+"""Overrides of keys that no graph depends on, so that a run can be traced before its data exists."""
 
-UNBOUND = 1000  # width of output that is not a terminal, in characters
+UNBOUND = 1000  # width in characters of output that is not a terminal
 
 
 def graphs(
     config: Path, overrides: Sequence[str], *, world: int, ranks: Sequence[int], steps: int, hlo: Path | None
 ) -> dict[str, Any]:
-    """Trace ranks, by default some of every kind, in a process of their own, and return the report.
+    """Trace ranks of a run in a separate process, and return the report.
+
+    Args:
+        config: Configuration file.
+        world: Number of ranks of the run.
+        ranks: Ranks to trace; empty: those of `some_ranks`.
+        steps: Number of training steps to trace.
+        hlo: Folder for the graphs' HLO texts; None: they are not written.
 
     Raises:
         ConfigError: The configuration cannot run in that world, or a rank is outside it.
-        BackendError: torch-xla is not installed, the run refuses its layers, or the process that traces failed.
+        BackendError: torch-xla is not installed, the layer set cannot run, or the tracing process failed.
     """
     irrelevant = irrelevant_to(load(config, overrides).config)
     given = load(config, [*overrides, *irrelevant])
@@ -61,7 +68,7 @@ def graphs(
     plan = resolve_config(load(config, relaxed), world)
     outside = [rank for rank in ranks if not 0 <= rank < world]
     if outside:
-        raise ConfigError(f"--rank {outside[0]} is none of the {world} ranks of --world; use 0 to {world - 1}")
+        raise ConfigError(f"--rank {outside[0]} is outside the {world} ranks of --world; use 0 to {world - 1}")
     traced = list(dict.fromkeys(ranks)) or some_ranks(plan, world)
     job = {
         "config": str(config),
@@ -107,9 +114,10 @@ def irrelevant_to(config: RunConfig) -> tuple[str, ...]:
 
 
 def some_ranks(plan: Resolved, world: int) -> list[int]:
-    """Ranks whose numbers differ in every way: the first and last of an axis, neighbours, one in the middle.
+    """Choose ranks that differ in their positions: the first and last along each axis, neighbours, one in the middle.
 
-    Of several pipeline stages the first and the last rank of each, since only ranks of one stage can be compared.
+    With several pipeline stages, the first and the last rank of each stage are added. Only ranks of the same stage can
+    be compared.
     """
     tp = plan.config.parallel.tp
     cp = plan.config.parallel.cp
@@ -122,7 +130,11 @@ def some_ranks(plan: Resolved, world: int) -> list[int]:
 
 
 def present(report: Mapping[str, Any], *, as_json: bool) -> None:
-    """Print a report; graphs with problems are a BackendError."""
+    """Print the report of `nxtrain graphs`.
+
+    Raises:
+        BackendError: The graphs have problems.
+    """
     if as_json:
         write_document(report)
     else:
@@ -141,13 +153,13 @@ def present(report: Mapping[str, Any], *, as_json: bool) -> None:
 def _traced(job: Mapping[str, Any], local_world: int) -> dict[str, Any]:
     installed = support()
     if not installed.ok:
-        raise BackendError(f"graphs are traced with torch-xla: {installed.reason}")
+        raise BackendError(f"tracing graphs needs torch-xla: {installed.reason}")
     argv = [sys.executable, "-m", "nxtrain.tools.trace.trace", json.dumps(job)]
     done = subprocess.run(
         argv, env=trace_environment(os.environ, local_world), stdout=subprocess.PIPE, text=True, check=False
     )
     if done.returncode:
-        raise BackendError(f"the process that traces ended with exit code {done.returncode}; see its lines above")
+        raise BackendError(f"the tracing process ended with exit code {done.returncode}; see its output above")
     traced: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return traced
 

@@ -1,6 +1,6 @@
-"""Training step of one rank of any world on fake tensors, which have shapes and no storage, and its memory by kind.
+"""Memory by kind of one rank's training step in any world, traced with fake tensors, which have no storage.
 
-The rank's peers do not exist: torch's fake process group returns at once. The step runs eagerly, with torch's kernels.
+The rank has no real peers: torch's fake process group returns at once. The step runs eagerly, with torch's kernels.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ from nxtrain.train.step import TrainState, train_step
 
 @dataclass(frozen=True)
 class Traced:
-    """Memory of a rank by kind, in bytes."""
+    """Traced memory of a rank by kind, in bytes."""
 
     params: int  # trained parameters, as the rank stores them
     frozen: int  # other parameters
-    optimizer: int  # optimizer state, and ZeRO-1's own rows of the parameters
-    step: int  # most bytes of a step besides the other kinds: gradients, activations, logits and buffers
+    optimizer: int  # optimizer state, including ZeRO-1's shards of the parameters
+    step: int  # peak of everything else in a step: gradients, activations, logits and buffers
 
     @property
     def total(self) -> int:
-        """Sum of all kinds."""
+        """Sum over all kinds of memory in bytes."""
         return self.params + self.frozen + self.optimizer + self.step
 
     def beside(self, predicted: Bytes) -> dict[str, tuple[int, int]]:
-        """Predicted and traced bytes by kind, without the memory of libraries."""
+        """Predicted and traced bytes by kind of memory, without the memory of libraries."""
         step = predicted.grads + predicted.activations + predicted.logits + predicted.buckets
         return {
             "params": (predicted.params, self.params),
@@ -73,14 +73,14 @@ class Traced:
         }
 
 
-TILE_ENTRIES = 1 << 20  # entries that an update takes at a time; those of devices are a few megabytes as well
+TILE_ENTRIES = 1 << 20  # tensor entries that an optimizer update processes at a time; on devices a few MB as well
 
 
 class _Flash(FlashKernel):
-    """Memory of FlashAttention 2: sums of the queries' gradients in float32, and K/V gradients for each query head.
+    """Memory model of FlashAttention 2: queries' gradients in float32, and K/V gradients for each query head.
 
-    The sums have sizes that multiples of 128 tokens and of 32 entries of a head round up. A deterministic kernel has
-    several sums. Neither is counted.
+    FlashAttention rounds sizes up to multiples of 128 tokens and 32 entries of a head. Its deterministic kernel has
+    several copies of the queries' gradients. Neither is counted.
 
     Source: `mha_bwd` of aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, torch at 03b7c19.
     """
@@ -99,10 +99,11 @@ class _Flash(FlashKernel):
 
 
 class _Kernels(FusedKernels):
-    """torch's kernels without reads of values, with the attention of another device.
+    """torch's kernels without reads of tensor values, and with the attention memory of another device.
 
     Args:
-        attention, windowed: Attention of layers without a window, and with one.
+        attention: Kind of attention in layers without a sliding window.
+        windowed: Kind of attention in layers with a sliding window.
     """
 
     def __init__(self, attention: Attention, windowed: Attention) -> None:
@@ -119,7 +120,7 @@ class _Kernels(FusedKernels):
         return rows.new_empty(len(rows), matrices.shape[2])
 
     def grouped_gradient(self, left: Tensor, right: Tensor, groups: RowGroups, out: Tensor) -> None:
-        """Do nothing: values of the result are not traced."""
+        """Do nothing, since the values of the result are not traced."""
 
     def tiles(self, shapes: Mapping[str, Sequence[int]]) -> list[list[Rows]]:
         return [[rows] for rows in row_tiles(shapes, TILE_ENTRIES)]
@@ -140,7 +141,7 @@ class _Kernels(FusedKernels):
         kind = self._attention if window is None else self._windowed
         if kind == "blocked":
             return super().document_attention(q, k, v, starts, window)
-        # Neither calls for each document nor FlexAttention need more than one for the row.
+        # Calls for each document, and FlexAttention, need no more memory than one call for the row.
         return self.attention(q, k, v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:
@@ -157,7 +158,7 @@ class _Kernels(FusedKernels):
 
 
 class _Collectives(C10dCollectives):
-    """Collectives of a rank that makes its own groups alone, since no peer waits for the others."""
+    """Collectives of a rank that creates only its own process groups, since no peer takes part in creating them."""
 
     def group(self, axis: Axis) -> dist.ProcessGroup:
         if axis.groups not in self._groups and axis.size < self._world:
@@ -167,11 +168,11 @@ class _Collectives(C10dCollectives):
         return super().group(axis)
 
     def _link(self, mesh: Mesh) -> None:
-        """Leave transfers to the pipeline's own group."""
+        """Use the pipeline's own process group for transfers between stages."""
 
 
 class FakeBackend(C10dBackend):
-    """A rank whose tensors have no storage, among peers that do not exist."""
+    """Backend of one rank whose tensors have no storage and whose peers do not exist."""
 
     name = "fake"
 
@@ -206,24 +207,26 @@ class FakeBackend(C10dBackend):
 
 
 def trace_job(job: Job, stage: int) -> Traced:
-    """Memory of a stage's rank with the last position, with as many micro-batches as memory depends on.
+    """Trace the memory of a planned job, on the rank of a stage that has the end of the sequence.
+
+    The step has as many micro-batches as memory depends on.
 
     Raises:
-        ConfigError: No code of nxtrain builds the rank, or fake tensors cannot tell where its tensors are.
+        ConfigError: Fake tensors cannot represent the job.
     """
     config = job.config
     if config.parallel.offload:
-        reason = "a trace counts tensors of host and device alike"
-        raise ConfigError([Problem("parallel.offload", reason, hint="leave --trace out, or use false")])
+        reason = "a trace cannot separate tensors of host and device"
+        raise ConfigError([Problem("parallel.offload", reason, hint="omit --trace, or use parallel.offload=false")])
     if job.method == "qlora":
-        reason = "quantized matrices need a kernel, and a trace has shapes only"
-        raise ConfigError([Problem("finetune.method", reason, hint="leave --trace out, or use lora")])
+        reason = "a trace has shapes only, but quantized matrices need a kernel"
+        raise ConfigError([Problem("finetune.method", reason, hint="omit --trace, or use finetune.method=lora")])
     family = family_of(config)
     parallel = config.parallel
     most = 3 * parallel.pp if parallel.virtual_pp > 1 else in_flight(job, stage) + 2
     batch = parallel.dp * config.train.micro_batch * min(job.num_micro, most)
     logits_mib = config.train.logits_mib(job.backend)
-    changes = {  # what follows from the device is another on other devices
+    changes = {  # settings that are resolved for the job's device would be resolved otherwise on this one
         "parallel": parallel.model_copy(update={"cp_method": job.cp_method}),
         "train": config.train.model_copy(update={"global_batch": batch, "loss_chunk_mib": logits_mib}),
         "compile": config.compile.model_copy(update={"torch_compile": False}),
@@ -243,7 +246,16 @@ def trace_rank(
     attention: Attention,
     windowed: Attention = "blocked",
 ) -> Traced:
-    """Memory of a training step of one rank; the configuration has all degrees, and as many micro-batches as run."""
+    """Trace the memory of one rank's training step.
+
+    Args:
+        resolved: Configuration with all parallel degrees; all micro-batches of its global batch run.
+        world: Number of ranks.
+        rank: Rank to trace.
+        ranks_per_node: Number of ranks on each node.
+        attention: Kind of attention in layers without a sliding window.
+        windowed: Kind of attention in layers with a sliding window.
+    """
     kinds = attention, windowed
     with fake_backend(world, rank, ranks_per_node, *kinds) as backend, FakeTensorMode(allow_non_fake_inputs=True):
         mesh = build_mesh(resolved, world, rank, ranks_per_node)
@@ -255,7 +267,7 @@ def trace_rank(
 def fake_backend(
     world: int, rank: int, ranks_per_node: int, attention: Attention, windowed: Attention = "blocked"
 ) -> Iterator[FakeBackend]:
-    """Backend of a rank of a pretended world, closed in the end; arguments as of `trace_rank`."""
+    """Context with the backend of one rank in a simulated world; the arguments are those of `trace_rank`."""
     backend = FakeBackend(world, rank, ranks_per_node, attention, windowed)
     try:
         yield backend
@@ -264,7 +276,7 @@ def fake_backend(
 
 
 def step_memory(resolved: Resolved, backend: C10dBackend, mesh: Mesh) -> Traced:
-    """Memory of a training step on an open backend, whose tensors are counted operation by operation."""
+    """Memory of one training step on an open backend, counted operation by operation."""
     state = build_state(resolved, build_model(resolved, backend, mesh, init="zeros"), backend, mesh)
     parameters = [_own(p) for p in state.model.parameters()]
     trained = [_own(p) for p in state.model.parameters() if p.requires_grad]
@@ -281,7 +293,7 @@ def step_memory(resolved: Resolved, backend: C10dBackend, mesh: Mesh) -> Traced:
 
 
 def zero_batch(resolved: Resolved, state: TrainState) -> DeviceBatch:
-    """A rank's part of a global batch of zeros."""
+    """Batch of zeros for one rank, with the shapes of its part of the global batch."""
     train, mesh = resolved.config.train, state.mesh
     num_micro = train.global_batch // (train.micro_batch * mesh.dp_size)
     tokens = torch.zeros(num_micro, train.micro_batch, train.seq_len, dtype=torch.int64)
@@ -298,7 +310,7 @@ def zero_batch(resolved: Resolved, state: TrainState) -> DeviceBatch:
     tokens_axis = mesh.tp if state.sequence_parallel else None
     given = (state.backend.put, None, state.context_parallel, answers, padding, tokens_axis)
     batch = DeviceBatch.of(tokens, tokens, *given)
-    if resolved.config.data.doc_mask:  # not by `DeviceBatch.of`, which would note documents without values
+    if resolved.config.data.doc_mask:  # not by `DeviceBatch.of`, which would read the values of document starts
         length = batch.inputs[0].shape[-1]
         starts = [state.backend.put(rows[..., :length].contiguous()) for rows in tokens]
         batch = replace(batch, starts=starts)
@@ -316,11 +328,15 @@ def _num_bytes(tensors: list[Tensor]) -> int:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages of all tensors that operations return in this context, and their `peak`.
+    """Count the bytes of live storages of all tensors that operations return in this context.
 
-    A storage counts once, whatever views show it, from the operation that returns it until it is freed. Full sharding
-    frees and restores parameters by resizing their storage, which is not an operation; so the context watches storages
-    too. Storages of the `excluded` tensors do not count.
+    A storage counts once, however many views share it, from the operation that returns it until it is freed. Full
+    sharding frees and restores parameters by resizing their storage, which is no operation. So resizes of storages
+    count too. Storages of the `excluded` tensors do not count.
+
+    Attributes:
+        now: Bytes of live storages at this moment.
+        peak: Maximum of `now` so far.
     """
 
     def __init__(self, excluded: Iterable[Tensor] = ()) -> None:

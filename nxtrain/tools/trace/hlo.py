@@ -1,4 +1,4 @@
-"""Contents of a graph's HLO text: its collectives, the factors of their results, and double precision."""
+"""Parser of a graph's HLO text: its collectives, the factors of their results, and use of float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import lru_cache
 
 OPS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
-Groups = tuple[tuple[int, ...], ...]  # ranks that work together; empty: all ranks are one group
+Groups = tuple[tuple[int, ...], ...]  # ranks of each replica group; empty: all ranks form one group
 
 # Source: https://openxla.org/xla/operation_semantics and the text that torch-xla 2.9 prints.
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z][a-z-]*)\((.*)")
@@ -26,23 +26,23 @@ class Collective:
     """Collective operation of an HLO graph."""
 
     op: str  # one of `OPS`
-    groups: Groups  # of a collective-permute, its pairs of source and target
+    groups: Groups  # replica groups; for a collective-permute, its pairs of source and target
     num_bytes: int  # size of the whole tensors: the larger of a rank's input and output
-    scales: frozenset[float]  # constants that its results are multiplied by
+    scales: frozenset[float]  # constants by which the graph multiplies its results
 
 
 @dataclass(frozen=True)
 class HloGraph:
-    """Collectives of an HLO graph, and True if the graph computes in float64."""
+    """Collectives of an HLO graph, and its use of float64."""
 
     collectives: tuple[Collective, ...]  # collectives in the order of the text
-    has_f64: bool
+    has_f64: bool  # True if the graph computes in float64
 
 
 def parse(text: str) -> HloGraph:
-    """Read a module in HLO's text form, in which each instruction stands after those that it uses."""
+    """Parse an HLO module in text form, in which each instruction follows its operands."""
     collectives: dict[str, Collective] = {}
-    result_of: dict[str, str] = {}  # the collective of each instruction that has its result
+    result_of: dict[str, str] = {}  # name of the collective whose result an instruction passes on
     constants: dict[str, float] = {}
     for line in text.splitlines():
         match = _INSTRUCTION.match(line)
@@ -61,7 +61,7 @@ def parse(text: str) -> HloGraph:
             result_of[name] = name
         elif op == "constant":
             number = _NUMBER.match(rest)
-            if number and float(number[1]) != 1.0:  # a product with one is how torch-xla writes a sum
+            if number and float(number[1]) != 1.0:  # torch-xla writes a sum as a product with 1
                 constants[name] = _of_type(float(number[1]), shape)
         elif op in {"get-tuple-element", "broadcast", "convert", "reshape", "multiply"}:
             operands_of = _OPERAND.findall(rest)
@@ -81,7 +81,7 @@ def parse(text: str) -> HloGraph:
 
 
 def _num_bytes(shapes: str) -> int:
-    """Bytes of all shapes in a text, such as `(bf16[8,64]{1,0}, f32[])`."""
+    """Total bytes of all shapes in a text, such as `(bf16[8,64]{1,0}, f32[])`."""
     total = 0
     for kind, sizes in _SHAPE.findall(shapes):
         type_bytes = _TYPE_BYTES.get(kind)
@@ -93,7 +93,10 @@ def _num_bytes(shapes: str) -> int:
 
 
 def _of_type(number: float, shape: str) -> float:
-    """Number rounded to its type, bf16 or float32, since HLO's text gives as few digits as the type needs."""
+    """Round a number from HLO text to its type in the graph, bf16 or float32.
+
+    HLO's text prints only as many digits as the type needs.
+    """
     if not shape.startswith(("bf16", "f32")):
         return number
     (bits,) = struct.unpack("I", struct.pack("f", number))

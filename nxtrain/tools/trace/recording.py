@@ -1,4 +1,4 @@
-"""Recording of the graphs of some ranks, and the purpose of each graph."""
+"""Recorded graphs of the traced ranks, and the part of the training step that each graph computes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from nxtrain.common.mesh import Axis
 from nxtrain.tools.trace.hlo import Groups, HloGraph
 
-# Kinds of work that a graph belongs to.
+# Phases of the training loop in which graphs are submitted.
 TRAINING = "training"
 LOG = "log"
 EVALUATION = "evaluation"
@@ -17,22 +17,22 @@ EVALUATION = "evaluation"
 
 @dataclass(frozen=True)
 class Cut:
-    """Graph that a rank submitted to the device.
+    """One submission of a graph to the device by a rank.
 
     Args:
         action: Action of the rank's pipeline, such as `forward chunk 1` or `transfer`; empty outside the pipeline.
     """
 
     rank: int
-    step: int  # step of the graph, from 1
-    phase: str  # work of the loop, such as `TRAINING`
+    step: int  # training step of the submission, from 1
+    phase: str  # phase of the training loop, such as `TRAINING`
     hash: str  # torch-xla's hash, which decides whether the graph is compiled again
     action: str = ""
 
 
 @dataclass(frozen=True)
 class Read:
-    """Device value that the host read inside a step."""
+    """Read of a device value by the host inside a training step."""
 
     rank: int
     step: int
@@ -43,27 +43,27 @@ class Read:
 
 @dataclass(frozen=True)
 class Recording:
-    """Recording of all traced ranks.
+    """Submitted graphs and host reads of all traced ranks.
 
     Args:
-        stages: Pipeline stage of each traced rank; empty: one stage holds the whole model.
+        stages: Pipeline stage of each traced rank; empty if there is only one stage.
     """
 
     world: int
     ranks: Sequence[int]
     steps: int
-    copies: int  # ranks of dp x cp, whose mean the sums of gradients make
-    axes: Sequence[Axis]  # axes whose ranks may communicate; of two axes with equal groups the first gives its name
-    cuts: Sequence[Cut]  # submitted graphs in the order of recording
+    copies: int  # number of dp x cp ranks, over which gradients are averaged
+    axes: Sequence[Axis]  # mesh axes over which ranks may communicate; of axes with equal groups, the first counts
+    cuts: Sequence[Cut]  # submissions of graphs in the order of recording
     graphs: Mapping[str, HloGraph]  # contents of the graphs by hash
     reads: Sequence[Read]
     stages: Mapping[int, int] = field(default_factory=dict)
 
     def parts(self) -> list[tuple[Cut, str]]:
-        """Cuts with the name of the part of the step that each computes.
+        """Submissions of graphs, each with the name of the part of the step that the graph computes.
 
-        A step is one graph, or micro-batches followed by an update. With a pipeline it consists of the actions, the
-        work that all stages share, and each stage's own work in between.
+        Without a pipeline, a step is one graph, or graphs of micro-batches followed by an update. With a pipeline, a
+        step has pipeline actions, graphs that all stages share, and graphs of single stages.
         """
         per_step = Counter((cut.rank, cut.step) for cut in self.cuts if cut.phase == TRAINING)
         seen: Counter[tuple[int, int]] = Counter()
@@ -117,13 +117,13 @@ class Recording:
         return "gradients"
 
     def _num_bytes(self, hash_: str) -> int:
-        """Bytes of a graph's collectives if the graph is a transfer, else 0."""
+        """Bytes of a graph's collectives if the graph is a transfer between stages, else 0."""
         if not self.shared(hash_):
             return 0
         return sum(collective.num_bytes for collective in self.graphs[hash_].collectives)
 
     def shared(self, hash_: str) -> list[Axis]:
-        """Axes of a graph's collectives, if all of them use one axis that joins several stages; otherwise none."""
+        """Axes of a graph's collectives, if all collectives use one axis that spans several stages; otherwise empty."""
         joined = self.joined(hash_)
         is_all = len(joined) == len(self.graphs[hash_].collectives)
         if is_all and len({axis.name for axis in joined}) == 1:
@@ -131,23 +131,23 @@ class Recording:
         return []
 
     def joined(self, hash_: str) -> list[Axis]:
-        """Axes of a graph's collectives that join several stages."""
+        """Axes of those collectives of a graph that span several pipeline stages."""
         axes = [self._axis(collective.op, collective.groups) for collective in self.graphs[hash_].collectives]
         return [axis for axis in axes if axis is not None and axis.spans_stages]
 
     def stage_of(self, rank: int) -> int:
-        """Pipeline stage of a rank that was traced."""
+        """Pipeline stage of a traced rank."""
         return self.stages.get(rank, 0)
 
     def by_stage(self) -> list[list[int]]:
-        """Traced ranks in order, grouped by stage."""
+        """Traced ranks in order, grouped by pipeline stage."""
         groups: dict[int, list[int]] = {}
         for rank in self.ranks:
             groups.setdefault(self.stage_of(rank), []).append(rank)
         return [groups[stage] for stage in sorted(groups)]
 
     def axis_of(self, op: str, groups: Groups) -> str:
-        """Name of the axis that a collective spans; empty if there is none."""
+        """Name of the mesh axis whose groups a collective has; empty if no axis has these groups."""
         axis = self._axis(op, groups)
         if axis is None:
             return ""

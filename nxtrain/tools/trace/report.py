@@ -1,4 +1,4 @@
-"""Report on the recording of some ranks: its graphs in order, and the problems found."""
+"""Report of `nxtrain graphs`: the recorded graphs in order, and the problems found in them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nxtrain.tools.trace.recording import Cut, Recording
 
 
 def report(recording: Recording) -> dict[str, Any]:
-    """The JSON of `nxtrain graphs`."""
+    """Build the report of `nxtrain graphs` as JSON types."""
     names = _names(recording)
     graphs = [_entry(recording, hash_, name) for hash_, name in names.items()]
     return {
@@ -31,7 +31,11 @@ def report(recording: Recording) -> dict[str, Any]:
 
 
 def _names(recording: Recording) -> dict[str, str]:
-    """Names of the graphs by hash, in order of first use; the last graph of a part has the part's plain name."""
+    """Names of the graphs by hash, in order of first use.
+
+    The last graph of a part of the step has the part's name. Other graphs of the part have a prefix, `first` or
+    `other`.
+    """
     parts = recording.parts()
     last = {(cut.rank, part): cut.hash for cut, part in parts}
     names: dict[str, str] = {}
@@ -52,10 +56,13 @@ def _names(recording: Recording) -> dict[str, str]:
 
 
 def _staged(recording: Recording, parts: Sequence[tuple[Cut, str]], hash_: str, name: str) -> str:
-    """Name of a graph with the stages that run it and its work there; a graph of all stages keeps its name."""
+    """Name of a graph, extended by the pipeline stages that run it and its part of the step there.
+
+    A graph that all stages share keeps its plain name.
+    """
     if recording.shared(hash_):
         return name
-    uses: dict[str, tuple[str, set[int]]] = {}  # by work without its number: a name, and stages
+    uses: dict[str, tuple[str, set[int]]] = {}  # name and stages, by part without its number
     for cut, part in parts:
         if cut.hash != hash_:
             continue
@@ -103,7 +110,7 @@ def _entry(recording: Recording, hash_: str, name: str) -> dict[str, Any]:
 
 
 def _dp_scale(recording: Recording, graph: HloGraph) -> float | None:
-    """Constant that multiplies sums over the ranks of dp x cp; of several constants, a wrong one."""
+    """Constant factor of a graph's sums over dp x cp ranks; of several factors, the one furthest from a mean."""
     data_parallel = ("dp", "dpxcp", "cp", "shard", "replica", "expert_copies", "expert_shard", "expert_replica")
     scales: set[float] = set()
     for collective in graph.collectives:
@@ -141,7 +148,7 @@ def _problems(recording: Recording, names: Mapping[str, str], graphs: Sequence[M
 
 
 def _rank_mismatches(recording: Recording, ranks: Sequence[int]) -> Iterator[str]:
-    """Problems of ranks whose graphs differ from the first rank of their stage: their collectives would hang."""
+    """Problems of ranks whose graphs differ from those of their stage's first rank, so that collectives would hang."""
     parts = recording.parts()
     course: dict[int, list[tuple[int, str, str]]] = {rank: [] for rank in ranks}
     for cut, part in parts:
@@ -159,12 +166,12 @@ def _rank_mismatches(recording: Recording, ranks: Sequence[int]) -> Iterator[str
             break
     yield (
         f"ranks {', '.join(map(str, different))} record other graphs than rank {first}; {where}. A number that depends "
-        "on the rank stands in the graph: make it a tensor on the device"
+        "on the rank is a constant in the graph: make it a tensor on the device"
     )
 
 
 def _stage_mismatches(recording: Recording, names: Mapping[str, str]) -> Iterator[str]:
-    """Problems of collectives between pipeline stages whose graphs differ, which would hang.
+    """Problems of collectives between pipeline stages whose graphs differ, so that the collectives would hang.
 
     Such a collective must be in a graph that every stage runs, in the same order.
     """
@@ -176,7 +183,7 @@ def _stage_mismatches(recording: Recording, names: Mapping[str, str]) -> Iterato
         if not joined:
             continue
         if not recording.shared(hash_):
-            yield f"{name}: a collective over {joined[0].name} stands in a graph that not all stages run"
+            yield f"{name}: a collective over {joined[0].name} is in a graph that not all stages run"
             continue
         collectives = recording.graphs[hash_].collectives
         what = name, tuple((one.op, one.groups, one.num_bytes) for one in collectives)
@@ -206,7 +213,7 @@ def _stages(recording: Recording, hash_: str) -> str:
 
 
 def _recompilations(recording: Recording) -> Iterator[str]:
-    """Parts that need more than one graph, on the first rank that shows it."""
+    """Problems of step parts that need more than one graph, each on the first rank that shows the problem."""
     parts = recording.parts()
     for part in dict.fromkeys(part for _, part in parts):
         for rank in recording.ranks:
@@ -219,7 +226,7 @@ def _recompilations(recording: Recording) -> Iterator[str]:
                     when += ", where one micro-batch differs from another"
                 yield (
                     f"{part}: compiled again in {when}: {number} graphs where one is enough. A number that changes "
-                    "stands in the graph, or a tensor that is there only later: bring numbers to the device with "
-                    "Backend.scalars, and make tensors before the first step"
+                    "is a constant in the graph, or a tensor exists only in later steps: move numbers to the device "
+                    "with Backend.scalars, and create tensors before the first step"
                 )
                 break

@@ -1,7 +1,7 @@
-"""Order of the gathers, passes and reductions of a sharded step, as torch's FSDP2 makes them.
+"""Order of all-gathers, forward and backward passes, and reduce-scatters in a step under FSDP2.
 
-A recorder wraps the collectives of each unit. It works on a rank of a real run, and on a rank of a pretended world
-whose tensors have no storage.
+A recorder wraps the collectives of each FSDP unit. It works on a rank of a real run, and on a simulated rank whose
+tensors have no storage.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from nxtrain.train.build import build_mesh, build_model, build_state
 from nxtrain.train.step import train_step
 
 OUTER = ("embedding", "head")
-"""Names of the units of embedding and output projection; units of blocks are named by their first block."""
+"""Names of the FSDP units of embedding and LM head; a block's unit has the index of its first block."""
 
 REST = "rest"
-"""Name of the unit of the last norm, and of a matrix that is both embedding and output projection."""
+"""Name of the FSDP unit of the final norm, and of a weight tied between embedding and LM head."""
 
 
 class _Recorded:
-    """An all-gather or a reduce-scatter of FSDP2 that records the unit that it gathers or reduces."""
+    """FSDP2 collective that records the name of the unit that it gathers or reduces."""
 
     def __init__(self, event: str, events: list[str]) -> None:
         self._event, self._events = event, events
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the larger side."""
+        """Allocate the unsharded side of the collective."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -51,7 +51,7 @@ class _Recorded:
 
 
 class _Backward(torch.autograd.Function):
-    """Identity whose backward records an event."""
+    """Identity function whose backward pass records an event."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, events: list[str], event: str) -> Tensor:
@@ -65,7 +65,10 @@ class _Backward(torch.autograd.Function):
 
 
 def record_events(model: nn.Module) -> list[str]:
-    """List to which later steps of a fully sharded `CausalLM` append `gather`, `forward`, `backward` and `reduce`."""
+    """Record events of a fully sharded `CausalLM`, and return the list to which later steps append them.
+
+    Events are `gather`, `forward`, `backward` and `reduce`, each with the name of its FSDP unit or block.
+    """
     events: list[str] = []
     _record(model, REST, events)
     for end, unit in zip(embedding_and_head(model), OUTER, strict=True):
@@ -84,8 +87,8 @@ def record_events(model: nn.Module) -> list[str]:
         def backward(module: nn.Module, args: Any, out: Tensor, index: int = index) -> Any:
             return _Backward.apply(out, events, f"backward {index}")
 
-        block.register_forward_pre_hook(forward)  # after that of FSDP, which has gathered by then
-        block.register_forward_hook(backward, prepend=True)  # inside that of FSDP, whose gathering comes first backward
+        block.register_forward_pre_hook(forward)  # runs after FSDP's hook, which has gathered by then
+        block.register_forward_hook(backward, prepend=True)  # inside FSDP's hook, which gathers before backward
     return events
 
 
@@ -96,17 +99,18 @@ def _record(module: nn.Module, unit: str, events: list[str]) -> None:
 
 
 def trace_step(resolved: Resolved, job: Job) -> list[str]:
-    """Events of a step of one micro-batch on rank 0, in order; nothing is computed.
+    """Trace the events of a step with one micro-batch on rank 0, in order, without computing values.
 
-    A layout that gathers no units, or has pipeline stages, is a ConfigError.
+    Raises:
+        ConfigError: The layout has no FSDP units to gather, or has pipeline stages.
     """
     parallel, train = job.config.parallel, job.config.train
     if not job.is_fully_sharded:
-        reason = f"{parallel.shard} over {job.shard_size} ranks gathers no units, so there is no order to trace"
+        reason = f"{parallel.shard} over {job.shard_size} ranks gathers no FSDP units, so there is no order to trace"
         hint = f"use one of {', '.join(FULLY_SHARDED)}, with parallel.dp=2 or more"
         raise ConfigError([Problem("parallel.shard", reason, hint=hint)])
     if parallel.pp > 1:
-        reason = f"{parallel.pp} stages, and a trace shows a step without stages"
+        reason = f"a trace shows a step without pipeline stages, but there are {parallel.pp}"
         raise ConfigError([Problem("parallel.pp", reason, hint="use parallel.pp=1")])
     one = train.model_copy(update={"global_batch": parallel.dp * train.micro_batch})
     compile_ = job.config.compile.model_copy(update={"torch_compile": False})
@@ -118,7 +122,7 @@ def trace_step(resolved: Resolved, job: Job) -> list[str]:
         backend.lay_out(mesh)
         state = build_state(plan, build_model(plan, backend, mesh, init="zeros"), backend, mesh)
         events = record_events(state.model)
-        for _ in range(2):  # the first step makes hooks
+        for _ in range(2):  # the first step creates FSDP's hooks
             events.clear()
             train_step(state, zero_batch(plan, state), 1e-3)
     return events

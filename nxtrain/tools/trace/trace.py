@@ -1,4 +1,4 @@
-"""Process of `nxtrain graphs`: traces the training of some ranks of a world, one after the other.
+"""Tracing process of `nxtrain graphs`: records the graphs of some ranks of a world, one rank after the other.
 
 python -m nxtrain.tools.trace.trace JOB
 """
@@ -6,7 +6,7 @@ python -m nxtrain.tools.trace.trace JOB
 from __future__ import annotations
 
 # isort: off
-# First of all: the imports take seconds, and make no garbage.
+# The garbage collector is slowed down before the imports, which take seconds and create no garbage.
 from nxtrain.common.process import garbage
 
 if __name__ == "__main__":
@@ -54,7 +54,16 @@ def trace(
     hlo: Path | None,
     bind: Callable[[Backend], Binding] | None = None,
 ) -> dict[str, Any]:
-    """Trace the ranks and return the report; `bind` binds a vendor's library to each rank."""
+    """Trace ranks of a world and return the report of their graphs.
+
+    Args:
+        plan: Resolved configuration.
+        world: Number of ranks of the world.
+        ranks: Ranks to trace.
+        steps: Number of training steps.
+        hlo: Folder for the graphs' HLO texts; None: they are not written.
+        bind: Function that binds a vendor's library to a rank's backend; None: no library.
+    """
     tape, seconds = _Tape(num_ranks=len(ranks), num_steps=steps), list[float]()
     axes: dict[Groups, Axis] = {}
     stages: dict[int, int] = {}
@@ -86,9 +95,9 @@ def trace(
 
 @dataclass
 class _Tape(RunObserver):
-    """Recording in progress, with the rank, step and work that it records.
+    """Recorder of submitted graphs and host reads, for the rank, step and phase that run at the moment.
 
-    Progress goes to standard error: a line as a rank begins, and one every `LINE_EVERY_S` at the begin of a step.
+    Progress goes to standard error: one line when a rank begins, then at most one every `LINE_EVERY_S` seconds.
     """
 
     num_ranks: int = 1
@@ -106,7 +115,11 @@ class _Tape(RunObserver):
     texts: dict[str, str] = field(default_factory=dict)
 
     def begin_rank(self, rank: int, spent_s: float) -> None:
-        """Begin the trace of a rank; `spent_s` is the time of all earlier ranks."""
+        """Begin the recording of a rank.
+
+        Args:
+            spent_s: Seconds spent on all earlier ranks.
+        """
         left = ""
         if spent_s:
             left = f", about {spent_s / self.num_begun * (self.num_ranks - self.num_begun):.0f} s left"
@@ -149,7 +162,7 @@ class _Tape(RunObserver):
 def _play(
     plan: Resolved, world: int, tape: _Tape, steps: int, bind: Callable[[Backend], Binding] | None = None
 ) -> tuple[Mesh, ParamTable]:
-    """Run the trainer as one rank, with stand-ins for the device, the weights and the data."""
+    """Run the trainer as one rank, on a backend that records graphs in place of running them."""
     backend = TracingBackend(world, tape.rank, tape)
     if bind is not None:
         backend.binding = bind(backend)
@@ -176,7 +189,7 @@ def _train(plan: Resolved, backend: TracingBackend, tape: _Tape, steps: int) -> 
 
 
 def _axes(mesh: Mesh, table: ParamTable) -> list[Axis]:
-    """The axes that a rank communicates over."""
+    """Mesh axes over which a rank communicates."""
     copies: set[int] = set()
     for spec in table.values():
         copies |= {piece.copies for piece in spec.pieces(mesh.tp)}
@@ -189,12 +202,12 @@ def _axes(mesh: Mesh, table: ParamTable) -> list[Axis]:
     if mesh.ep_size > 1:
         data_parallel += [mesh.ep, mesh.experts.copies, mesh.experts.shard, mesh.experts.replica]
     axes = [mesh.tp, *data_parallel, pp, mesh.model, mesh.batch, mesh.state, *pairs, *shared]
-    axes += [mesh.over(shard, "tp") for shard in ("shard", "expert_shard")]  # of Muon's whole matrices
+    axes += [mesh.over(shard, "tp") for shard in ("shard", "expert_shard")]  # for Muon's whole matrices
     return [axis for axis in axes if axis.size > 1]
 
 
 def main(job: Mapping[str, Any]) -> None:
-    """Print the report of a job of `nxtrain graphs` as JSON."""
+    """Trace the job of `nxtrain graphs`, and print its report as JSON."""
     garbage.settle()
     plan = resolve_config(load(job["config"], job["overrides"]), job["world"])
     bind, lacking = None, ""

@@ -1,1 +1,1 @@
-"""Health of the numbers: finite values, spikes, equal replicas, recompilations."""
+"""Checks of a run's health: finite numbers, spikes, equal replicas, recompilations, host fallbacks, memory."""

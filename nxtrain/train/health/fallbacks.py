@@ -1,4 +1,4 @@
-"""Detection of operations that a device lacks and its framework computes on the host: each makes a step far slower."""
+"""Detection of operations that the device lacks, and that its framework computes on the host at far lower speed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from nxtrain.metrics.run_observer import RunObserver, Work
 
 
 class Fallbacks(RunObserver):
-    """Report of the operations that ran on the host in the first step; the step must have none unless allowed."""
+    """Observer that raises an error if operations of the first step ran on the host, or warns if `allowed`.
+
+    Args:
+        backend: This rank's device.
+        allowed: True for a warning in place of an error (`compile.allow_fallbacks`).
+        console: Console of the warning; None for standard error.
+    """
 
     def __init__(self, backend: Backend, *, allowed: bool, console: Console | None = None) -> None:
         self._backend, self._allowed = backend, allowed
@@ -29,7 +35,7 @@ class Fallbacks(RunObserver):
         self._settle()
 
     def _settle(self) -> None:
-        """Report the operations of the first step, if this step has just ended."""
+        """Report the first step's operations on the host, if the first step has just ended."""
         if not self._inside:
             return
         self._inside = False
@@ -42,7 +48,7 @@ class Fallbacks(RunObserver):
         )
         if not self._allowed:
             raise BackendError(
-                f"{problem}; compile.torch_compile=true may compile them; compile.allow_fallbacks=true goes on"
+                f"{problem}. Try compile.torch_compile=true, or set compile.allow_fallbacks=true to train anyway"
             )
         if self._backend.rank == 0:
             line = f"warning: {problem}, as compile.allow_fallbacks=true allows"

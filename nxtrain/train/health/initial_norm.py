@@ -1,7 +1,7 @@
-"""Parameter norm at step 0 next to the closed form of the initialization, which a wrong scale or shape would miss.
+"""Check of the parameter norm at step 0 against its expected value, to find weights of a wrong scale or shape.
 
-A tensor of n entries from N(0, std^2) has squares that sum to n std^2 on average, with a variance of 2 n std^4. Ones
-add their number, and zeros nothing.
+The expected value follows from the initialization. The squares of n entries from N(0, std^2) sum to n std^2 on average,
+with a variance of 2 n std^4. Each entry of ones adds 1, and zeros add nothing.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from nxtrain.parallel.grads import SquareSum
 from nxtrain.train.step import TrainState
 
 DEVIATIONS = 6.0
-"""Standard deviations from which a norm is far off: chance alone gets so far once in 500 million runs."""
+"""Number of standard deviations beyond which a norm is reported; chance exceeds it once in 500 million runs."""
 
 ROUNDED = 1e-3
-"""Relative difference of squares that the rounding of bf16 parameters and of sums may add."""
+"""Relative error of the sum of squares that rounding of bf16 parameters and of sums may cause."""
 
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """Distribution of the sum of squares of drawn parameters."""
+    """Expected mean and variance of the sum of squares of newly drawn parameters."""
 
     mean: float
     variance: float
 
     @staticmethod
     def of(specs: Iterable[ShardSpec]) -> ClosedForm:
-        """Distribution for some parameters; a copy that is tied to another parameter counts nothing."""
+        """Expected sum of squares of the given parameters, and its variance; tied copies do not count."""
         mean = variance = 0.0
         for spec in specs:
             if spec.tied_to:
@@ -51,23 +51,23 @@ class ClosedForm:
 
     @property
     def norm(self) -> float:
-        """The norm to expect."""
+        """Expected parameter norm."""
         return math.sqrt(self.mean)
 
     @property
     def tolerance(self) -> float:
-        """Difference of norms that chance and rounding explain."""
+        """Largest difference of the norm from its expected value that chance and rounding explain."""
         if not self.mean:
             return 0.0
         return (DEVIATIONS * math.sqrt(self.variance) + ROUNDED * self.mean) / (2 * self.norm)
 
     def explains(self, norm: float) -> bool:
-        """True if a norm is as near as chance and rounding have it."""
+        """True if a norm differs from its expected value by no more than the tolerance."""
         return abs(norm - self.norm) <= self.tolerance
 
 
 class InitialNorm(RunObserver):
-    """Values for the record of step 1 of a run that drew its weights."""
+    """Observer that adds the initial and the expected norm to the record of step 1, for a run that drew its weights."""
 
     def __init__(self, norm: float, expected: ClosedForm) -> None:
         self._values: Mapping[str, float] = {"param_norm_0": norm, "param_norm_expected": expected.norm}
@@ -77,7 +77,7 @@ class InitialNorm(RunObserver):
 
 
 def closed_form(state: TrainState) -> ClosedForm:
-    """Closed form of the whole model, whose stages and experts are on different ranks; every rank calls this."""
+    """Expected sum of squares of the whole model, summed over stages and experts; every rank calls this."""
     mesh = state.mesh
     stage, expert_rank = mesh.pp.rank, mesh.ep.rank
     dense = [spec for spec in state.table.values() if not spec.expert]
@@ -88,7 +88,7 @@ def closed_form(state: TrainState) -> ClosedForm:
 
 
 def measure_initial_norm(state: TrainState) -> tuple[InitialNorm, str]:
-    """Measure the norm of drawn weights; return values for the record, and a message. Every rank calls this."""
+    """Measure the norm of drawn weights; return an observer for the record, and a message. Every rank calls this."""
     expected = closed_form(state)
     if state.backend.collectives.lazy:
         norm = _norm_on_host(state)
@@ -103,7 +103,7 @@ def measure_initial_norm(state: TrainState) -> tuple[InitialNorm, str]:
 
 
 def _norm_on_host(state: TrainState) -> float:
-    """Norm of the parameters, summed by the hosts: on a lazy device it would be one more graph, with a collective."""
+    """Parameter norm summed on the hosts; on a lazy device it would be one more graph, with a collective."""
     shards = {name: shard.detach().cpu() for name, shard in state.data_parallel.shards.items()}
     square_sum = SquareSum(state.layout, shards, lambda weights: weights, FusedKernels())
     sums = dict(state.ranks.gather((state.mesh.rank, float(square_sum.of(shards)))))

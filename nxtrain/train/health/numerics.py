@@ -1,4 +1,4 @@
-"""Policy for numbers that go wrong: non-finite steps, replicas that differ, and losses or norms that grow."""
+"""Numerics guard: policies for steps that are not finite, replicas that differ, and losses or norms that grow."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ from nxtrain.train.step import TrainState
 NON_FINITE = "non_finite.jsonl"
 VOTES = "votes.jsonl"
 UNRECORDED = "skipped_unrecorded"
-"""Key of the checkpoint's stability state for skipped steps that no record contains yet."""
+"""Key in a checkpoint's stability state for skipped steps that are in no record yet."""
 SPIKES = "spikes"
-"""Key of the checkpoint's stability state for spikes of the gradient norm."""
+"""Key in a checkpoint's stability state for spikes of the gradient norm."""
 ALARMS = "alarms"
-"""Key of the checkpoint's stability state for alarms without a record."""
+"""Key in a checkpoint's stability state for alarms that are in no record yet."""
 ROUTERS = "routers"
-"""Key of the checkpoint's stability state for findings about routers."""
+"""Key in a checkpoint's stability state for findings about routers."""
 MOST_ALARMS = 3
-"""Most alarms whose texts a record contains, the first since the record before."""
+"""Largest number of alarm texts in a record: the first alarms since the record before."""
 OF_WEIGHTS = {"param_norm", "lost_update_frac"}
 """Keys of a record with numbers of the weights, which are finite after a step that updates nothing."""
 HOPELESS = 50
-"""Number of consecutive steps without an update that ends the run under every policy."""
+"""Number of consecutive steps without an update after which the run ends under every policy."""
 
 _SOFTER = "with a lower optim.lr, a longer optim.warmup_steps or a smaller optim.clip"
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Progress of a guard.
+    """Progress of the numerics guard through the steps.
 
     Args:
         last: Last step whose numbers the guard has read.
-        in_a_row: Steps up to the last one that updated nothing.
+        in_a_row: Number of consecutive steps, up to the last step, that updated nothing.
     """
 
     last: int
@@ -63,20 +63,21 @@ class Reading:
 
 
 class NumericsGuard:
-    """Guard that reads the device's record of skipped steps and applies the configured policy.
+    """Guard that reads the losses and norms of all steps from the device and applies the configured policies.
 
-    A step that is not finite has updated nothing when the host reads it. `recovery.non_finite` chooses between ending
-    the run, going on, and a restart from the newest checkpoint. After such a restart, a step that fails again is
-    persistent: its data or weights are the cause, and it is skipped from then on. A step that is finite the second time
-    was a fault of the machine. All ranks see the same numbers and decide alike; rank 0 writes the verdicts to disk.
+    A step that is not finite has updated nothing when the host reads its numbers. `recovery.non_finite` chooses between
+    ending the run, continuing, and a restart from the newest checkpoint. After such a restart, a step that fails again
+    is persistent: its data or weights are the cause, and it is skipped from then on. A step that is finite the second
+    time was a fault of the machine. All ranks see the same numbers and decide alike; rank 0 writes the verdicts to
+    disk.
 
     Args:
         config: Configuration of the run.
-        state: Train state of the run.
-        heeds: True if numbers have a meaning. While graphs are collected or traced they have none, and the guard
-            neither acts on them nor reads or writes its files.
+        state: Training state of the run.
+        heeds: False while graphs are extracted or traced, when numbers have no meaning. The guard then neither acts on
+            the numbers nor reads or writes its files.
         attempt: Number of restarts before this start, for the files.
-        console: Console of the warnings; by default standard error.
+        console: Console of the warnings; None for standard error.
         rollbacks: Rollbacks of the run, for `recovery.on_divergence=rollback`.
     """
 
@@ -112,14 +113,16 @@ class NumericsGuard:
 
     @property
     def reading(self) -> Reading:
-        """Steps that were read; the device's history has the numbers of later steps."""
+        """Progress of the guard; the device's history has the numbers of later steps."""
         return Reading(self._last_read, self._in_a_row)
 
     def begin(self, finished: int, stability: Mapping[str, Any], reading: Reading | None = None) -> None:
         """Resume after the finished steps, with the state that `kept` stored in the checkpoint.
 
         Args:
-            reading: Progress of the guard; None: all finished steps were read.
+            finished: Number of finished updates.
+            stability: State from `kept`.
+            reading: Progress of the guard; None if all finished steps were read.
         """
         self._last_read = finished
         self._in_a_row = 0
@@ -134,7 +137,7 @@ class NumericsGuard:
         self._unrecorded = tuple(stability.get(UNRECORDED, ()))
 
     def kept(self) -> dict[str, Any]:
-        """State for a checkpoint, read by `begin`; includes skipped steps and alarms that no record contains yet."""
+        """State of the guard for a checkpoint, read by `begin`; includes skipped steps and alarms without a record."""
         state = self.stability.state() | {SPIKES: self.spikes.state()}
         routers = self.routers.state()
         if routers["since"]:
@@ -146,16 +149,16 @@ class NumericsGuard:
         return state
 
     def values(self) -> dict[str, Tensor]:
-        """Values of the guard to fetch with a record, as () float32 tensors."""
+        """Tensors that the guard needs, fetched together with a record's numbers, by name."""
         values = self._state.history.values()
         if self._state.loss_scale is None:
             return values
         return values | self._state.loss_scale.values()
 
     def judge(self, step: int, read: dict[str, float], loads: Loads = (), *, recorded: bool = True) -> Verdict:
-        """Evaluate the numbers and loads fetched after a step, and remove the guard's own values from the numbers.
+        """Judge the numbers and expert loads fetched after a step, and remove the guard's own values from the numbers.
 
-        Findings of a read that is not recorded, before a stop, wait for the next record.
+        Findings of a step without a record, before a stop, are kept for the next record.
         """
         past = self._state.history.take(step, self._last_read, read)
         scale = read.pop("loss_scale", None)
@@ -188,7 +191,7 @@ class NumericsGuard:
                 self._alarms.append((numbers.step, kind, alarm))
         router = self.routers.see(step, loads)
         if router:
-            self._alarms.insert(0, (step, "router", router))  # it stays so, where spikes pass
+            self._alarms.insert(0, (step, "router", router))  # first, since it lasts, unlike a spike
         if not recorded:
             self._unrecorded = skipped
             return Verdict(skipped)
@@ -197,12 +200,12 @@ class NumericsGuard:
         return Verdict(skipped, alarms, spikes.take(), spikes.mean, spikes.lowest, scale)
 
     def votes_at(self, step: int, *, saves: bool) -> bool:
-        """True if the replicas are compared after a step: at the configured interval and before each checkpoint."""
+        """True if replicas are compared after a step: at the configured interval, and before each checkpoint."""
         every = self._config.recovery.vote_every
         return self._vote is not None and self._vote.is_possible and (saves or step % every == 0)
 
     def vote(self, step: int) -> None:
-        """Compare the replicas of the model's state."""
+        """Compare the replicas of the training state; raise `RestartError` if they differ."""
         assert self._vote is not None
         of_all, differing = self._vote.gather()
         backend = self._state.backend
@@ -223,13 +226,13 @@ class NumericsGuard:
                 "bits of their hardware: if every vote finds all of them different, use parallel.shard=zero1"
             )
         raise RestartError(
-            f"step {step}: the replicas of the model are no longer equal: {findings}. A run whose ranks are started "
-            "again (recovery.max_restarts) goes on from its newest checkpoint, before which they were; a rank that is "
-            f"named again and again has a bad device{streams}"
+            f"step {step}: the replicas of the model are no longer equal: {findings}. With recovery.max_restarts, the "
+            "run restarts from its newest checkpoint, at which the replicas were equal. A rank that several votes "
+            f"name has a faulty device{streams}"
         )
 
     def _describe_dissents(self, step: int, of_all: Sequence[Tensor], before: Counter[int]) -> str:
-        """Name the differing ranks and tensors; the lowest rank of each comparison writes them to disk."""
+        """Describe the differing ranks and tensors; the lowest rank of each comparison writes them to disk."""
         assert self._vote is not None
         dissents = self._vote.dissents(of_all)
         if not dissents:
@@ -248,7 +251,7 @@ class NumericsGuard:
         return "; ".join([*map(str, dissents), *again])
 
     def _raise_alarms(self, step: int) -> str:
-        """Warn of the alarms since the previous record, and return their texts for the record of a step."""
+        """Print the alarms since the previous record, and return their texts for the record of a step."""
         alarms, self._alarms = self._alarms, []
         texts: list[str] = []
         for at, kind, alarm in alarms:
@@ -266,8 +269,8 @@ class NumericsGuard:
     def _refuse_weights(self, step: int, bad: BadSteps, read: Mapping[str, float], *, is_skipped: bool) -> None:
         """End a run whose weights are not finite: they are not saved, and skipping steps cannot repair them.
 
-        With `recovery.non_finite=rollback`, bad steps that are not known yet are rolled back instead. The rollback
-        repairs the weights too.
+        With `recovery.non_finite=rollback`, newly found bad steps are rolled back instead. The rollback restores finite
+        weights too.
         """
         judged: Collection[str] = read.keys()
         if bad.steps or is_skipped:
@@ -282,12 +285,12 @@ class NumericsGuard:
         for number in bad.steps:
             self._record(number, bad, "stopped")
         raise DivergedError(
-            f"step {step}: {', '.join(wrong)}{since}; the weights are not finite, and the run has diverged. Nothing is "
-            f"saved of them. {self._remedy(min((*bad.steps, step)))}"
+            f"step {step}: {', '.join(wrong)}{since}; the run has diverged, and its weights are "
+            f"not finite and not saved. {self._remedy(min((*bad.steps, step)))}"
         )
 
     def _judge_rolled_back(self, bad: BadSteps, last_read: int, step: int) -> None:
-        """Record for each rolled back step of this interval whether it failed again."""
+        """Record whether each rolled back step since the last reading failed again."""
         rolled_back = [s for s, verdict in self._verdicts.items() if verdict == "rolled_back"]
         for earlier in rolled_back:
             if last_read < earlier <= step:
@@ -302,7 +305,7 @@ class NumericsGuard:
                     self._warn(f"step {earlier} is finite this time: what it was before was a fault of the machine")
 
     def _decide(self, bad: BadSteps) -> None:
-        """Apply `recovery.non_finite` to steps that updated nothing."""
+        """Apply the policy `recovery.non_finite` to steps that updated nothing."""
         policy = self._config.recovery.non_finite
         new = [step for step in bad.steps if self._verdicts.get(step) != "persistent"]
         if policy == "stop":
@@ -318,8 +321,8 @@ class NumericsGuard:
                 self._record(step, bad, "rolled_back")
             self._persist_verdicts(bad)
             raise RestartError(
-                f"{self._describe(bad)}; recovery.non_finite=rollback: a run whose ranks are started again "
-                "(recovery.max_restarts) goes on from its newest checkpoint and finds out whether that recurs"
+                f"{self._describe(bad)}; recovery.non_finite=rollback: with recovery.max_restarts, the run restarts "
+                "from its newest checkpoint, and checks whether the same step fails again"
             )
         if policy == "skip":
             for step in new:
@@ -327,17 +330,17 @@ class NumericsGuard:
         self._warn(f"{self._describe(bad)}; recovery.non_finite={policy}: the run goes on")
 
     def _persist_verdicts(self, bad: BadSteps) -> None:
-        """Write the verdicts to disk before the first rank exits: the restarted run decides by them."""
+        """Write the verdicts on bad steps to disk before the first rank exits, since the restarted run reads them."""
         file = self._bad_steps.file
         problem = self._ranks.on_leader(self._bad_steps.write, f"cannot write {file}")
         if problem:
             raise CheckpointError(
                 f"{self._describe(bad)}; recovery.non_finite=rollback is not possible, since {file} cannot be written: "
-                f"{problem}. Make room for it and start the run again, which goes on from its newest checkpoint"
+                f"{problem}. Make room for it and start the run again; it resumes from its newest checkpoint"
             )
 
     def _remedy(self, step: int) -> str:
-        """Way out after a step that failed: a checkpoint from before it, if there may be one."""
+        """Advice after a failed step: resume from a checkpoint before the step, if one may exist."""
         folder = self._config.run.dir / CHECKPOINTS_DIR
         saved = any(directory.step_of(path) < step for path in directory.list_checkpoints(folder))
         if saved or self._config.checkpoint.mirror:
@@ -351,7 +354,7 @@ class NumericsGuard:
         return f"steps {', '.join(map(str, bad.steps))}: the last with {values} them"
 
     def _record(self, step: int, bad: BadSteps, verdict: str) -> None:
-        """Record a step with the positions of its data in the data order."""
+        """Record the verdict on a step, with the positions of its batch in the data order."""
         self._verdicts[step] = verdict
         if not self._leads:
             return
@@ -377,5 +380,5 @@ class NumericsGuard:
 
 
 def _json_number(value: float) -> float | str:
-    """A number for JSON, which has no infinity and no NaN."""
+    """Value for JSON, with text in place of infinity and NaN."""
     return value if math.isfinite(value) else str(value)

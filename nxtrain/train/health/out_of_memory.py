@@ -1,7 +1,7 @@
-"""Report of a rank that has no memory left: bytes by kind, and the keys of the configuration that would help.
+"""Report of a rank that is out of memory: bytes by kind, and configuration keys that would lower them.
 
-The state is counted by its tensors. Activations are gone when the error arrives, so that `nxtrain plan`'s arithmetic
-stands for them.
+The training state is counted by its tensors. Activations are already freed when the error arrives, so their bytes are
+predicted as by `nxtrain plan`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from nxtrain.train.context import RunContext
 from nxtrain.train.step import TrainState
 
 SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "resource_exhausted", "unable to allocate")
-"""Parts of the messages of torch, numpy, CUDA and XLA, in lower case."""
+"""Parts of out-of-memory messages of torch, numpy, CUDA and XLA, in lower case."""
 
 PLANNED_AS = "p5.48xlarge"
-"""Machine of the arithmetic where `cluster.instance` names none; the state and the activations do not depend on it."""
+"""Machine assumed for the prediction if `cluster.instance` names none; state and activations do not depend on it."""
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
@@ -48,7 +48,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def held_bytes(state: TrainState, plan: Resolved) -> dict[str, int]:
-    """Bytes that a rank holds, by kind; each storage counts once, for its first kind."""
+    """Bytes of memory that a rank uses, by kind; a storage shared by tensors counts once, for its first kind."""
     count = _Count(lazy=state.backend.collectives.lazy)
     parameters = [*state.model.parameters()]
     sums: Mapping[str, Tensor] = getattr(state.data_parallel, "sums", {})
@@ -65,13 +65,13 @@ def held_bytes(state: TrainState, plan: Resolved) -> dict[str, int]:
 
 
 def advice(plan: Resolved, held: Mapping[str, int], *, backend: str, dp: int, tp: int, on_host: bool) -> list[str]:
-    """Keys that lower the memory of a rank, in descending order of the kinds of memory that they lower.
+    """Advice on configuration keys that lower the memory of a rank; keys for the larger kind of memory come first.
 
     Args:
-        plan: The checked configuration.
+        plan: Validated configuration.
         held: Bytes by kind.
-        backend: `cpu`, `cuda`, `xla` ...
-        dp: Ranks of dp x cp, over which state can be cut.
+        backend: Name of the backend, such as `cpu`, `cuda` or `xla`.
+        dp: Number of ranks of dp x cp, over which state can be sharded.
         tp: Tensor parallel degree.
         on_host: Devices and host share their memory.
     """
@@ -104,7 +104,7 @@ def advice(plan: Resolved, held: Mapping[str, int], *, backend: str, dp: int, tp
 
 
 def lines(state: TrainState, plan: Resolved) -> list[str]:
-    """Report of a rank, line by line."""
+    """Lines of the out-of-memory report of a rank."""
     backend, mesh = state.backend, state.mesh
     held = held_bytes(state, plan)
     shown = ", ".join(f"{kind} {size(num_bytes)}" for kind, num_bytes in held.items())
@@ -120,12 +120,12 @@ def lines(state: TrainState, plan: Resolved) -> list[str]:
 
 @contextmanager
 def explaining_memory(context: RunContext, state: TrainState) -> Iterator[None]:
-    """Report a failed allocation to standard error and to a file of the logs; the error goes on."""
+    """Context that reports a failed allocation to standard error and to a log file, and raises the error again."""
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error):
-            with suppress(Exception):  # the error itself is the news, whatever a report without memory comes to
+            with suppress(Exception):  # a failure of the report must not hide the error
                 _report(context, state)
         raise
 
@@ -156,7 +156,10 @@ def _planned_activations(state: TrainState, plan: Resolved) -> int:
 
 
 class _Count:
-    """Count of the bytes of tensors, each storage once; tensors of a lazy device have no address, and share none."""
+    """Counter of the bytes of tensors, which counts each storage once.
+
+    Tensors of a lazy device have no address, and share no storage.
+    """
 
     def __init__(self, *, lazy: bool) -> None:
         self._lazy = lazy

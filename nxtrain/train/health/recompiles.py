@@ -1,4 +1,4 @@
-"""Detection of recompiled graphs: on an accelerator each costs minutes."""
+"""Detection of recompiled graphs, each of which costs minutes on an accelerator."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from nxtrain.common.process.console import standard_error
 from nxtrain.metrics.run_observer import RunObserver, Work
 
 WARM_UP = 2
-"""Number of times that a kind of work may compile: the first, and the second on the results of the first."""
+"""Number of times that a kind of work may compile: once at first, and once more on the results of the first time."""
 
 GRAPHS: tuple[Work, ...] = ("training", "vote", "log", "evaluation", "checkpoint")
-"""Kinds of work that run on the device."""
+"""Kinds of work whose graphs run on the device."""
 
 CAUSES = (
     "Usual causes: a tensor of another shape, a Python number that changed (bring it to the device with "
@@ -24,7 +24,15 @@ CAUSES = (
 
 
 class Recompiles(RunObserver):
-    """Attribution of compilations to the current work; while the work is new, the ranks compare their graphs."""
+    """Observer that attributes compilations to kinds of work, and limits recompilations.
+
+    While a kind of work is new, the ranks compare their graphs.
+
+    Args:
+        backend: This rank's device.
+        limit: Largest number of recompilations (`compile.max_recompiles`).
+        console: Console of the warnings; None for standard error.
+    """
 
     def __init__(self, backend: Backend, limit: int, console: Console | None = None) -> None:
         self._backend, self._limit = backend, limit
@@ -44,10 +52,10 @@ class Recompiles(RunObserver):
             self._backend.compare_graphs(str(self))
 
     def settle(self) -> None:
-        """Attribute the compilations up to here to the current work.
+        """Attribute the compilations since the last call to the current kind of work.
 
         Raises:
-            BackendError: The work exceeded the limit of recompilations.
+            BackendError: The number of recompilations exceeds the limit.
         """
         compiled = self._backend.diagnostics.num_compiled()
         new, self._compiled = compiled - self._compiled, compiled
@@ -58,7 +66,7 @@ class Recompiles(RunObserver):
             self._report(new)
 
     def __str__(self) -> str:
-        """Name of the current work in messages."""
+        """Step and kind of work, as text for messages."""
         return f"step {self._step} ({self._work})"
 
     def _report(self, new: int) -> None:
@@ -67,9 +75,9 @@ class Recompiles(RunObserver):
         if number > self._limit:
             raise BackendError(
                 f"{self} compiled {graphs}, recompilation {number} of this process; {allowed} allows no more. "
-                f"Recompiled: {', '.join(self._recompiled)}. {CAUSES}. nxtrain graphs CONFIG --world "
-                f"{self._backend.world} --steps {min(self._step, 10)} traces them on any machine; a higher "
-                "compile.max_recompiles lets them pass"
+                f"Recompiled: {', '.join(self._recompiled)}. {CAUSES}. Run nxtrain graphs CONFIG --world "
+                f"{self._backend.world} --steps {min(self._step, 10)} on any machine to find the cause, or raise "
+                "compile.max_recompiles to allow more recompilations"
             )
         before = self._times[self._work] - 1
         self._console.print(

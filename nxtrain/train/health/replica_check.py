@@ -1,10 +1,10 @@
 """Silent data corruption check: a vote on checksums of replicated state finds the rank whose memory changed.
 
-The vote compares the bits of all parameters and of the optimizer's state wherever several ranks hold equal values:
+The vote compares the bits of all parameters and of the optimizer state wherever several ranks hold equal values:
 
-- Data parallel replicas. With shard=none they hold the whole state, with shard=zero1 the parameters, with shard=hybrid
-  the same shards as the other groups, and with grad_op and full nothing. The replicas of experts are the ranks that
-  hold the same experts.
+- Data parallel replicas. With shard=none they hold the whole state, and with shard=zero1 the parameters. With
+  shard=hybrid they hold the same shards as the other groups, and with grad_op and full nothing. The replicas of experts
+  are the ranks that hold the same experts.
 - Tensor parallel ranks: norm weights, and the K/V heads that several ranks share, for every value of shard.
 - The first and the last pipeline stage: a tied embedding, for every value of shard.
 
@@ -32,7 +32,7 @@ from nxtrain.train.step import TrainState
 
 @dataclass(frozen=True)
 class Dissent:
-    """Tensors in which the same ranks differ from the others.
+    """Tensors in which a minority of ranks differs from the other ranks.
 
     Args:
         ranks: Ranks in the minority; all compared ranks if no value has a majority.
@@ -55,19 +55,19 @@ class Dissent:
 
     @property
     def first(self) -> int:
-        """Lowest rank of the comparison."""
+        """Lowest of the compared ranks."""
         return min(self.ranks + self.others)
 
 
 @dataclass(frozen=True, order=True)
 class Holders:
-    """Ranks that hold a tensor, as axes of the mesh around one of them.
+    """Description of the ranks that hold equal copies of a tensor, by axes of the mesh.
 
     Args:
         tied: True if the first and the last pipeline stage both hold the tensor.
-        copies: Number of adjacent tensor parallel ranks that hold it.
-        replicas: Number of data parallel replicas, or of replicas of a shard.
-        expert: The tensor belongs to experts, whose replicas are on other ranks than those of other tensors.
+        copies: Number of adjacent tensor parallel ranks that hold the tensor.
+        replicas: Number of data parallel replicas of the tensor or of its shard.
+        expert: The tensor belongs to experts, whose replicas are on other ranks than the replicas of other tensors.
     """
 
     tied: bool
@@ -76,7 +76,7 @@ class Holders:
     expert: bool = False
 
     def ranks(self, mesh: Mesh, replicas: Axis) -> tuple[int, ...]:
-        """Ranks of the holders, in the order of the checksums from `ReplicaCheck.gather`."""
+        """Ranks that hold the tensor, in the order of the checksums from `ReplicaCheck.gather`."""
         of_replicas: tuple[int, ...] = (mesh.rank,)
         if self.replicas > 1:
             of_replicas = replicas.group_of(mesh.rank)
@@ -90,7 +90,7 @@ class Holders:
 
 
 class ReplicaCheck:
-    """Comparison of this rank's tensors, whose storage must stay in place, with the replicas on other ranks.
+    """Comparison of this rank's tensors with their replicas on other ranks; the tensors' storage must stay in place.
 
     Attributes:
         ballots: Names of the tensors that each set of holders compares.
@@ -117,17 +117,18 @@ class ReplicaCheck:
 
     @property
     def is_possible(self) -> bool:
-        """True if some ranks may hold replicas, equal on all ranks.
+        """True if some ranks may hold replicas; equal on all ranks.
 
-        It is always True with several stages, since a stage does not know which parameters others tie.
+        With several stages it is always True, since a stage does not know which parameters other stages tie.
         """
         return bool(self.ballots) or self._mesh.pp_size > 1
 
     @torch.no_grad()
     def gather(self) -> tuple[list[Tensor], Tensor]:
-        """Gather the checksums of all holders, (R, P) int32 for each entry of `ballots`.
+        """Gather the checksums of all holders, and count those that differ.
 
-        With them comes the number of checksums that differ, over all ranks, () float32.
+        Returns:
+            (R, P) int32 for each entry of `ballots`, and the number of differing checksums over all ranks, () float32.
         """
         collectives, mesh = self._state.backend.collectives, self._mesh
         of_all: list[Tensor] = []
@@ -144,7 +145,7 @@ class ReplicaCheck:
         return of_all, collectives.all_reduce(differing, mesh.state)
 
     def dissents(self, of_all: Sequence[Tensor]) -> list[Dissent]:
-        """Differing ranks and tensors, read from the device."""
+        """Differing ranks and tensors, from the gathered checksums, which are copied to the host."""
         tensors: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
         for (holders, names), sums in zip(self.ballots.items(), of_all, strict=True):
             ranks = holders.ranks(self._mesh, self._replicas(expert=holders.expert))
@@ -155,14 +156,14 @@ class ReplicaCheck:
         return [Dissent(apart, others, tuple(names)) for (apart, others), names in tensors.items()]
 
     def _replicas(self, *, expert: bool) -> Axis:
-        """Axis of the ranks that hold equal parameters, or equal shards of them."""
+        """Axis of the ranks that hold equal parameters, or equal shards of parameters."""
         axes = self._mesh.experts if expert else self._mesh.dense
         return axes.copies if self._is_whole else axes.replica
 
     def _over_replicas(self, sums: Sequence[Tensor]) -> list[Tensor]:
-        """Gather the replicas' checksums: from (1, P) of this rank to (R, P) for each ballot.
+        """Gather checksums over data parallel replicas: (1, P) of this rank to (R, P), for each group of holders.
 
-        One collective serves all ballots, and another one those on experts.
+        One collective serves all groups without experts, and one more serves the groups with experts.
         """
         gathered = dict(zip(self.ballots, sums, strict=True))
         for expert in (False, True):
@@ -191,7 +192,7 @@ class ReplicaCheck:
     def _held(self) -> Iterator[tuple[Holders, _Part]]:
         """Parameters and optimizer state that other ranks hold too, whole or as shards.
 
-        With shard=zero1 each data parallel rank holds its rows of the optimizer's state alone.
+        With shard=zero1, no other data parallel rank holds this rank's rows of the optimizer state.
         """
         state = self._state
         shards = state.data_parallel.shards
@@ -207,12 +208,12 @@ class ReplicaCheck:
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of a tensor that the same ranks hold.
+    """Rows of a tensor that the same set of ranks holds.
 
     Args:
         name: Name in messages, equal for all holders.
         tensor: The tensor with all its rows.
-        rows: (rows,) int32, 1 for each row that counts; None: all rows count.
+        rows: (rows,) int32, 1 for each row that counts; None if all rows count.
     """
 
     name: str
@@ -241,12 +242,15 @@ def _parts(prefix: str, tensors: Mapping[str, Tensor], layout: Layout) -> Iterat
 
 
 def _other_end(mesh: Mesh) -> int:
-    """Stage that holds the other replica of a tied parameter, seen from the first or the last stage."""
+    """Pipeline stage that holds the other replica of a tied parameter, as seen from the first or the last stage."""
     return 0 if mesh.pp.rank else mesh.pp.size - 1
 
 
 def minority(ranks: Sequence[int], sums: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Ranks in the minority, and the others; all and none if no value has a majority, None if all agree."""
+    """Ranks in the minority and ranks in the majority, by their checksums; None if all checksums are equal.
+
+    If no checksum has a majority, all ranks are in the minority.
+    """
     value, number = Counter(sums).most_common(1)[0]
     if number == len(ranks):
         return None
@@ -260,15 +264,15 @@ def checksums(
 ) -> Tensor:
     """Checksum of each tensor: (P,) int32, independent of the order in which a device adds.
 
-    Each entry's bits, as float32, are multiplied by an odd factor of its row and an odd factor of its column. The
-    products are added up modulo 2^32. One flipped bit always changes the sum; swapped entries change it except by
-    chance. The bits are folded first, since the product of a highest bit is the same at every position.
+    The bits of each entry, as float32, are multiplied by an odd factor of its row and an odd factor of its column. The
+    products are summed modulo 2^32. One flipped bit always changes the sum; swapped entries change it except by chance.
+    The bits are folded first, since the product of a highest bit is the same at every position.
 
     Args:
         tensors: float32 or bfloat16 tensors by name.
         kernels: Split the tensors into tiles and view their bits.
         factors: Result of `factors`, no shorter than any dimension.
-        counted: For some tensors, 1 for each row that counts and 0 for the rest: (rows,) int32.
+        counted: For some tensors, 1 for each row that counts and 0 for other rows: (rows,) int32.
     """
     sums = {name: torch.zeros((), dtype=torch.int32, device=factors.device) for name in tensors}
     for call in kernels.tiles({name: tensor.shape for name, tensor in tensors.items()}):
@@ -283,7 +287,7 @@ def checksums(
 
 
 def factors(longest: int) -> Tensor:
-    """Odd factors of up to `longest` columns and rows: (2, longest) int32."""
+    """Odd factors of columns and rows, for checksums of tensors with dimensions up to `longest`: (2, longest) int32."""
     return mix_(torch.arange(2 * longest, dtype=torch.int32)).view(2, longest) | 1
 
 

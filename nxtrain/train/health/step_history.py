@@ -1,4 +1,4 @@
-"""Losses and gradient norms of the last steps, kept on the device until the host reads its numbers anyway."""
+"""Losses and gradient norms of the last steps, kept on the device until the host reads other numbers of a step."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 _STEPS = 240
-"""Number of steps, the largest `metrics.log_every`.
+"""Number of steps in the history, equal to the largest `metrics.log_every`.
 
 A size that depended on `metrics.log_every` would change the graphs with the interval.
 """
 
 SMALLEST_SCALE = 1.0
-"""Loss scale below which the gradient of the mean loss itself has overflowed fp16."""
+"""Loss scale below which the unscaled gradient of the mean loss has overflowed fp16."""
 
 NO_TARGETS = -1.0
 """Gradient norm in the history of a step whose global batch has no target."""
@@ -26,7 +26,7 @@ _LARGEST = torch.tensor(torch.finfo(torch.float32).max)
 
 @dataclass(frozen=True)
 class PastStep:
-    """Numbers of a step, as read by the host; not finite if the step updated nothing."""
+    """Loss and gradient norm of a step, as read by the host; one of them is not finite if the step updated nothing."""
 
     step: int
     loss: float
@@ -39,20 +39,20 @@ class PastStep:
 
     @property
     def is_bad(self) -> bool:
-        """True if the step updated nothing, because a value is not finite."""
+        """True if the step updated nothing, because its loss or gradient norm is not finite."""
         return self.has_targets and not (math.isfinite(self.loss) and math.isfinite(self.grad_norm))
 
     def overflows(self, loss_scale: float) -> bool:
-        """True if fp16 gradients overflowed at a loss scale above 1, as they do until the scale fits them."""
+        """True if fp16 gradients overflowed at a loss scale of at least 1, which lowering the loss scale repairs."""
         return math.isfinite(self.loss) and not math.isfinite(self.grad_norm) and loss_scale >= SMALLEST_SCALE
 
 
 @dataclass(frozen=True)
 class BadSteps:
-    """Steps whose loss or gradient was not finite.
+    """Steps whose loss or gradient norm was not finite.
 
     Args:
-        steps: Numbers of the steps, ascending; empty: none.
+        steps: Numbers of the steps, ascending; empty for none.
         loss, grad_norm: Values of the last of these steps.
     """
 
@@ -62,7 +62,7 @@ class BadSteps:
 
     @staticmethod
     def among(past: list[PastStep]) -> BadSteps:
-        """The bad ones of some steps."""
+        """Select the bad steps among some steps."""
         bad = [numbers for numbers in past if numbers.is_bad]
         if not bad:
             return BadSteps()
@@ -83,7 +83,7 @@ def _note(entries: Tensor, loss: Tensor, grad_norm: Tensor, num_targets: Tensor)
 
 
 class StepHistory:
-    """Ring of losses and norms on the device, newest last; step numbers are implied by position."""
+    """Ring buffer of losses and gradient norms on the device, newest last; the position implies the step number."""
 
     def __init__(self, put: Callable[[Tensor], Tensor], fuse: Callable[[_Note], _Note] = lambda note: note) -> None:
         self._note = fuse(_note)
@@ -91,15 +91,15 @@ class StepHistory:
 
     @torch.no_grad()
     def note(self, loss: Tensor, grad_norm: Tensor, num_targets: Tensor) -> None:
-        """Record a step: () float32 each."""
+        """Record the loss and the gradient norm of a step: () float32 each."""
         self._note(self.entries, loss, grad_norm, num_targets)
 
     def values(self) -> dict[str, Tensor]:
-        """The ring as one tensor to fetch."""
+        """Ring buffer of the history as one tensor to fetch."""
         return {"history": self.entries}
 
     def take(self, step: int, last_read: int, read: dict[str, float]) -> list[PastStep]:
-        """Decode the steps after `last_read` up to `step`, and remove the values from `read`."""
+        """Decode the losses and norms of the steps after `last_read` up to `step`, and remove them from `read`."""
         values = [read.pop(f"history_{index}") for index in range(2 * _STEPS)]
         number = min(_STEPS, step - last_read)
         pairs = zip(values[::2], values[1::2], strict=True)

@@ -1,1 +1,1 @@
-"""Hangs, stragglers, coordinated stops, crash loops, one run per folder."""
+"""Supervision of a run: hangs, stragglers, coordinated stops, crash loops, and one run per folder."""

@@ -1,8 +1,9 @@
 """Coordinated stop: all ranks stop after the same step, the last that any rank had begun when it learned of the stop.
 
-A rank that learns of a stop publishes its last begun step, and begins no other until all ranks have published theirs.
-The run stops after the greatest of these steps, which some ranks have still to reach. No rank begins a step beyond the
-published one, so no rank waits in a collective for a stopped rank. Steps cost neither a collective nor a device read.
+A rank that learns of a stop publishes the last step that it has begun. It begins no further step until all ranks have
+published theirs. The run stops after the greatest of these steps, which some ranks have still to reach. No rank begins
+a step beyond the published one, so no rank waits in a collective for a stopped rank. A step without a stop costs
+neither a collective nor a device read.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from nxtrain.common.process.signals import Signals
 from nxtrain.common.process.stacks import print_line
 
 SOON_S, SOON_S_PER_RANK = 0.05, 0.25e-3
-"""Pause between polls for the agreed last step."""
+"""Seconds between polls for the agreed last step: a constant, and an addition per rank."""
 
 GIVE_UP_S = 1.5 * PATIENCE_S
-"""Limit for a store that is lost during a stop: longer than a new connection takes."""
+"""Seconds after which a stop gives up on a lost store: longer than a new connection takes."""
 
 
 class StepGate:
-    """Gate before each step of this rank; all methods may be called from any thread.
+    """Gate before each step of this rank, which blocks while ranks agree on the last step; its methods are thread-safe.
 
     Args:
-        begun: The last step that was begun, or finished before this start.
+        begun: Last step that was begun, or finished before this start.
     """
 
     def __init__(self, begun: int = 0) -> None:
@@ -38,25 +39,25 @@ class StepGate:
         self._lost = ""
 
     def freeze(self) -> int:
-        """Block further steps until the last step is decided, and return the last begun step."""
+        """Block further steps until the last step is decided; return the last step that was begun."""
         with self._changed:
             self._frozen = True
             return self._begun
 
     def decide(self, last: int) -> None:
-        """Set the last step, and let the run go on up to it."""
+        """Set the last step, and unblock the steps up to it."""
         with self._changed:
             self._last = last
             self._changed.notify_all()
 
     def lose(self, failure: str) -> None:
-        """End the wait for a decision, since a rank has failed."""
+        """End the wait for a decision with an error, since a rank has failed."""
         with self._changed:
             self._lost = failure
             self._changed.notify_all()
 
     def resume(self, step: int) -> None:
-        """Count from a finished step."""
+        """Count begun steps from a finished step, at which a resumed run starts."""
         with self._changed:
             self._begun = max(self._begun, step)
 
@@ -66,7 +67,7 @@ class StepGate:
             if self._frozen:
                 self._changed.wait_for(lambda: self._last is not None or self._lost)
                 if self._last is None:
-                    raise LostPeerError(f"{self._lost}\nthe run was about to stop, and ends without a checkpoint")
+                    raise LostPeerError(f"{self._lost}\nthe run was about to stop, and ends without a new checkpoint")
                 if self._last <= step:
                     return True
             self._begun = step + 1
@@ -74,14 +75,17 @@ class StepGate:
 
 
 class StopCoordinator:
-    """This rank's side of the agreement on the last step, polled by the watchdog's thread.
+    """This rank's part in the agreement on the last step of a coordinated stop, polled by the watchdog's thread.
 
     Args:
-        on_stop: Called with the reason, in a thread of its own, once the run is to stop.
+        rank, world: This rank, and the number of ranks.
+        signals: Stop signals that this process has received.
+        link: Connection to the store of heartbeats.
+        on_stop: Called with the reason, in a separate thread, once the run is to stop.
 
     Attributes:
         gate: Gate before each step.
-        why: The signal and the rank that received it; empty: none.
+        why: The signal and the rank that received it; empty without a stop.
     """
 
     def __init__(
@@ -99,16 +103,16 @@ class StopCoordinator:
 
     @property
     def pause_s(self) -> float | None:
-        """Seconds until the next poll; None: the usual pause is enough."""
+        """Seconds until the next poll; None if the watchdog's usual interval is enough."""
         if not self._frozen or self._decided:
             return None
         return SOON_S + self._world * SOON_S_PER_RANK
 
     def poll(self, *, due: bool) -> None:
-        """Poll for a stop, publish the last begun step of this rank, and read the agreed last step.
+        """Poll for a stop request, publish the last begun step of this rank, and read the agreed last step.
 
         Args:
-            due: Also read the other ranks' requests, which is rare, since many ranks read one store.
+            due: Also read the requests of other ranks, which is done rarely, since many ranks read one store.
         """
         if self._decided:
             return
@@ -129,12 +133,12 @@ class StopCoordinator:
             self._link.lose()
 
     def publish_finished(self, board: HeartbeatStore) -> None:
-        """Publish that this rank begins no other step, since its run has ended well."""
+        """Publish that this rank begins no further step, since its run has ended normally."""
         if not self._published_begun:
             board.publish_begun(self.gate.freeze())
 
     def _agree(self, board: HeartbeatStore, *, due: bool) -> None:
-        """Exchange requests, begun steps and the last step with the other ranks."""
+        """Exchange stop requests, begun steps and the agreed last step with the other ranks."""
         asked = self._signals.asked
         if asked and not self._published_stop:
             board.ask_stop(f"{asked} at rank {self._rank}")
@@ -168,5 +172,5 @@ class StopCoordinator:
         self._decided = True
 
     def _report_stop(self) -> None:
-        """Report the stop at once: a run killed before its step ends was stopped, and has not failed."""
+        """Report the stop to observers at once, so that a run killed before its step ends counts as stopped."""
         self._on_stop_task.start(lambda: self._on_stop(self.why))

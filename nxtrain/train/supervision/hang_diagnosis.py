@@ -1,4 +1,4 @@
-"""Diagnosis of a hang: the ranks that cause it, from the heartbeats of all ranks."""
+"""Diagnosis of a hang: finds the ranks that cause it, from the heartbeats of all ranks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from nxtrain.common.distributed.heartbeats import Beat, HeartbeatStore
 from nxtrain.common.mesh import spans
 
 SHOWN = 4
-"""Number of ranks whose state a message shows."""
+"""Largest number of ranks whose state a message shows."""
 
 WAITING = ("/torch/distributed/", "/nxtrain/common/distributed/", "/nxtrain/backends/")
-"""Folders of the code in which a rank waits for other ranks, or for a device that waits for them."""
+"""Folders of code in which a rank waits for other ranks, or for a device that waits for them."""
 
 OURS = ("/nxtrain/", "/models/")
 
 GATE = "/nxtrain/train/supervision/coordinated_stop.py"
-"""File whose functions wait for the other ranks' agreement inside Python's `threading`."""
+"""File whose functions wait for the agreement of other ranks inside Python's `threading`."""
 
 
 def waits(frame: FrameType | None) -> bool:
@@ -35,7 +35,7 @@ def waits(frame: FrameType | None) -> bool:
 
 
 def point(frame: FrameType | None) -> str:
-    """Position of a thread: its innermost function, and the innermost function of this project if it is another."""
+    """Position of a thread in the code: its innermost function, and the innermost function of nxtrain if it differs."""
     if frame is None:
         return ""
     inner, ours = frame, frame
@@ -54,8 +54,15 @@ def _position(frame: FrameType) -> str:
 def agree(board: HeartbeatStore, beat: Beat, world: int, rank_name: Callable[[int], str], limit: str) -> str:
     """Declare a hang, and agree with all responsive ranks on its cause; the first rank to declare it is the judge.
 
+    Args:
+        board: Store of heartbeats.
+        beat: Heartbeat of this rank.
+        world: Number of ranks.
+        rank_name: Returns the name of a rank for messages.
+        limit: Time limit in seconds, as text.
+
     Returns:
-        The verdict; empty if the judge does not publish one.
+        The verdict on the cause; empty if the judge does not publish one.
     """
     first = board.declare_hang()
     board.answer(beat)
@@ -71,12 +78,14 @@ def agree(board: HeartbeatStore, beat: Beat, world: int, rank_name: Callable[[in
 def judge(
     answers: Mapping[int, Beat], silent: Set[int], last: Mapping[int, Beat], rank_name: Callable[[int], str], limit: str
 ) -> str:
-    """Verdict of a hang: the ranks that keep the others waiting.
+    """Verdict on the cause of a hang: the ranks that keep the others waiting, as text.
 
     Args:
         answers: Heartbeat of each rank that answered.
         silent: Ranks that did not answer.
         last: Last heartbeats of the silent ranks before the hang.
+        rank_name: Returns the name of a rank for messages.
+        limit: Time limit in seconds, as text.
     """
     late = f"did not come within {limit} seconds"
     hosts = {rank: beat.host for rank, beat in {**last, **answers}.items()}
@@ -102,9 +111,9 @@ def judge(
 
 
 def _late_on_device(answers: Mapping[int, Beat]) -> tuple[list[int], str]:
-    """Ranks without a collective in which the devices of other ranks wait, and the collective; none if unknown.
+    """Ranks that have not queued a collective in which other ranks' devices wait, with a reason; empty if unknown.
 
-    A rank that waits in a collective itself is named only if all late ranks do.
+    A rank that waits in another collective is named only if all late ranks do.
     """
     reasons: dict[int, str] = {}
     for name in sorted(set(chain.from_iterable(beat.queued for beat in answers.values()))):
@@ -124,7 +133,7 @@ def _late_on_device(answers: Mapping[int, Beat]) -> tuple[list[int], str]:
 
 
 def _names(ranks: list[int], rank_name: Callable[[int], str], hosts: Mapping[int, str]) -> list[str]:
-    """Names of ranks, with their hosts where the run has several; many ranks have one name together."""
+    """Names of ranks, with their hosts if the run has several hosts; more than `SHOWN` ranks share one name."""
     if len(ranks) > SHOWN:
         return [f"ranks {spans(ranks)}{_at([hosts.get(rank, '') for rank in ranks], hosts)}"]
     return [f"{rank_name(rank)}{_at([hosts.get(rank, '')], hosts)}" for rank in ranks]

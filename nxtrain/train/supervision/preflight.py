@@ -1,4 +1,4 @@
-"""Checks before the first step: a folder that cannot hold the run, a crash loop; and records of the start."""
+"""Checks of the run's folder, its disk space and crash loops before the first step, and records of the start."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from nxtrain.train.start import shards_of
 from nxtrain.train.step import TrainState
 
 BUILT = 1735689600.0
-"""2025-01-01: a clock that shows less is not set."""
+"""Earliest plausible time, 2025-01-01; a clock that shows an earlier time is not set."""
 
 TOLERATED_S = 7 * 86400.0
-"""Tolerance for a clock that was ahead and has been set back since; an unset clock is years behind."""
+"""Seconds by which a clock that ran ahead may lag behind the run's files; an unset clock lags by years."""
 
 
 def check_folder(folder: Path) -> None:
-    """Check on the leader that the run's folder can be written and that the clock is set."""
+    """Check that the run's folder is writable and that the machine's clock is set; called on the leader."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -47,11 +47,11 @@ def check_folder(folder: Path) -> None:
     now, written = time.time(), max(file.stat().st_mtime for file in (folder, *folder.iterdir()))
     if now < BUILT or now < written - TOLERATED_S:
         shown, there = (time.strftime("%Y-%m-%d %H:%M", time.gmtime(at)) for at in (now, written))
-        raise BackendError(f"the clock of this machine says {shown}, and run.dir={folder} was written {there}; set it")
+        raise BackendError(f"the clock of this machine says {shown}, but run.dir={folder} was written {there}; set it")
 
 
 def checkpoint_bytes(state: TrainState) -> int:
-    """Size in bytes of one checkpoint of the whole model: weights and optimizer state."""
+    """Bytes of a checkpoint of the whole model: weights and optimizer state."""
     per_param = 0
     for tensors in shards_of(state).values():
         sizes = [tensor.element_size() for tensor in tensors.values()]
@@ -60,18 +60,18 @@ def checkpoint_bytes(state: TrainState) -> int:
 
 
 def check_space(folder: Path, state: TrainState) -> None:
-    """Check on the leader that the disk of a run has room for its next checkpoint."""
+    """Check that the run's disk has room for its next checkpoint; called on the leader."""
     free, needed = shutil.disk_usage(folder).free, checkpoint_bytes(state)
-    # File systems of clusters may report no size at all.
+    # File systems of clusters may report a size of 0.
     if os.statvfs(folder).f_blocks and free < needed:
         raise CheckpointError(
             f"run.dir={folder} has {size(free)} free, and one checkpoint takes {size(needed)}. Free "
-            "some, use another run.dir, or checkpoint.every=0"
+            "disk space, use another run.dir, or set checkpoint.every=0"
         )
 
 
 def prepare_folder(context: RunContext, state: TrainState) -> None:
-    """Tidy the run's folder, check its space, and record the configuration; only once the start is not refused."""
+    """Tidy the run's folder, check its space, and write the configuration; called once the start is accepted."""
     if not context.is_leader:
         return
     config, folder = context.config, context.config.run.dir
@@ -85,7 +85,7 @@ def prepare_folder(context: RunContext, state: TrainState) -> None:
 
 
 def _record_environment(folder: Path, context: RunContext) -> None:
-    """Write the environment of this start; an earlier start's is replaced."""
+    """Write the environment of this start to the run's folder, replacing that of an earlier start."""
     mesh = context.mesh
     environment = {
         "nxtrain": nxtrain.__version__,
@@ -107,7 +107,7 @@ def _record_environment(folder: Path, context: RunContext) -> None:
 
 
 def fingerprint(config: str) -> str:
-    """Fingerprint of a configuration's text."""
+    """Fingerprint of a configuration, given as text."""
     return hashlib.sha256(config.encode()).hexdigest()[:16]
 
 
@@ -115,8 +115,9 @@ def refuse_crash_loop(logs: Path, config: str, most: int) -> None:
     """Refuse to start a run that has failed too often at the same step.
 
     Args:
+        logs: Folder of the run's logs.
         config: Fingerprint of the configuration; failures under another configuration do not count.
-        most: Failures in a row at one step; 0: never refuse.
+        most: Number of consecutive failures at one step that is refused; 0 to never refuse.
 
     Raises:
         CrashLoopError: The last `most` starts failed at the same step with this configuration.
@@ -126,16 +127,16 @@ def refuse_crash_loop(logs: Path, config: str, most: int) -> None:
     last = failures(read(logs))[-most:]
     if len(last) < most or {(start.spent.step, start.config) for start in last} != {(last[-1].spent.step, config)}:
         return
-    why = last[-1].why or "it said nothing, as if killed"
+    why = last[-1].why or "no message, as if the process was killed"
     raise CrashLoopError(
-        f"the last {most} attempts of this run all ended after step {last[-1].spent.step}; of the last one is known: "
-        f"{why}. A further one would likely end there too (recovery.max_same_step={most}). Mend the cause and "
-        f"start again with another configuration, with recovery.max_same_step=0, or without {logs / STARTS_FILE}"
+        f"the last {most} starts of this run all failed after step {last[-1].spent.step}; the last error was: {why}. "
+        f"Another start would likely fail there too, and is refused (recovery.max_same_step={most}). Fix the cause, "
+        f"and change the configuration, set recovery.max_same_step=0, or delete {logs / STARTS_FILE}"
     )
 
 
 def failures(starts: Sequence[RunStart]) -> list[RunStart]:
-    """Starts since the last one that ended with `done` or was asked to stop."""
+    """Failed starts since the last start that finished or was stopped on request."""
     failed: list[RunStart] = []
     for start in starts:
         if start.stop or start.outcome in {"done", "stopped"}:

@@ -1,4 +1,4 @@
-"""Lock that allows one run at a time in a folder: two runs would replace and delete each other's checkpoints."""
+"""Lock that allows one run at a time in a folder, since two runs would delete each other's checkpoints."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from nxtrain.common.errors import BackendError, RestartError
 from nxtrain.common.run_folder import LOCK_FILE
 
 ENDING_S = 5.0
-"""Wait for a holder on this machine, which may be about to end."""
+"""Seconds to wait for a lock holder on this machine, which may be about to end."""
 
 DYING_S = 60.0
-"""Wait of a restart for a holder on this machine: the killed start may still free memory, or wait for a disk."""
+"""Seconds that a restart waits for a lock holder on this machine, which may still free memory or wait for a disk."""
 
 AWAY_S = 100.0
-"""Wait for a holder on another machine: an NFS 4 server releases the locks of a lost client after 90 seconds."""
+"""Seconds to wait for a lock holder on another machine; NFS 4 servers free a lost client's locks after 90 s."""
 
 _LOOK_S = 0.2
 
@@ -33,8 +33,10 @@ def only_run(
     """Lock the folder of a run within this context; the system releases the lock when this process ends in any way.
 
     Args:
-        restarted: This start replaces one that failed.
-        most_s: Most seconds to wait, since other ranks wait for this one.
+        folder: Folder of the run.
+        print_line: Prints a line for the user.
+        restarted: This start replaces a start that failed.
+        most_s: Most seconds to wait, since other ranks wait for this rank.
 
     Raises:
         BackendError: Another run holds the lock.
@@ -60,12 +62,12 @@ def only_run(
 def _open(path: Path) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except PermissionError:  # the file belongs to another member of a team
+    except PermissionError:  # the file belongs to another user
         return os.open(path, os.O_RDONLY)
 
 
 def _take(file: int, folder: Path, print_line: Callable[[str], None], *, restarted: bool, most_s: float) -> bool:
-    """Lock the file, and return False on a file system without locks, which is not a reason to refuse a run."""
+    """Lock the file; return False on a file system without locks, which is no reason to refuse a run."""
     began, announced = time.monotonic(), False
     while True:
         try:
@@ -83,7 +85,7 @@ def _take(file: int, folder: Path, print_line: Callable[[str], None], *, restart
                 kind = RestartError if restarted else BackendError
                 raise kind(
                     f"run.dir={folder} is in use by {holder}, and two runs would destroy each other's checkpoints. "
-                    f"Wait for that one, end it, or use another run.dir; where it is surely gone, remove {lock}"
+                    f"Wait for its end, stop it, or use another run.dir. If that process does not exist, delete {lock}"
                 ) from error
             if not announced:
                 print_line(f"run.dir={folder} is in use by {holder}; this run waits up to {limit_s:.0f} s for its end")
@@ -97,7 +99,7 @@ def _take(file: int, folder: Path, print_line: Callable[[str], None], *, restart
 
 
 def _holder(file: int) -> tuple[str, int]:
-    """Host and process id of the lock's holder; empty and 0 if the file does not contain them."""
+    """Host and process id of the lock's holder; empty and 0 if the lock file does not contain them."""
     try:
         content = json.loads(os.pread(file, 4096, 0))
         return str(content["host"]), int(content["pid"])

@@ -1,4 +1,4 @@
-"""Detection of ranks slower than their peers, from the host seconds that each spends on its own work."""
+"""Detection of stragglers: ranks that are slower than their peers, by the host seconds of their own work."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from nxtrain.metrics.work_meter import SAME_WORK
 
 FACTOR = 1.5
 MARGIN_S = 0.010
-"""Seconds per step within which equal machines differ."""
+"""Seconds per step by which ranks on equal machines differ without counting as slow."""
 STEPS = 10
-"""Smallest number of steps over which ranks are compared."""
+"""Smallest number of steps over which the speed of ranks is compared."""
 
 
 class Stragglers:
-    """Comparison of the heartbeats of all ranks; each change is reported once.
+    """Detector of slow ranks from the heartbeats of all ranks; each change is reported once.
 
     Args:
         stages: Pipeline stage of each rank; only ranks of the same stage have equal work.
@@ -35,7 +35,7 @@ class Stragglers:
         self.rates: Mapping[int, Mapping[str, float]] = {}
 
     def changes(self, beats: Mapping[int, Beat]) -> Iterator[str]:
-        """Take the newest heartbeats, and yield a line for each rank that became slow or recovered."""
+        """Read the newest heartbeats, and yield a message for each rank that became slow or recovered."""
         rates: dict[int, Mapping[str, float]] = {}
         for rank, beat in beats.items():
             rate = self._rate(rank, beat)
@@ -45,7 +45,7 @@ class Stragglers:
         for ranks in self._peers.values():
             if len(ranks) > 1 and all(rank in rates for rank in ranks):
                 same_work: dict[int, dict[str, float]] = {}
-                for rank in ranks:  # sections, where the rank has them, in place of the whole step
+                for rank in ranks:  # seconds of sections if the rank has them, else of the whole step
                     same_work[rank] = {kind: rates[rank][kind] for kind in SAME_WORK if kind in rates[rank]}
                 yield from self._compare(same_work)
 
@@ -70,7 +70,7 @@ class Stragglers:
                 yield f"rank {rank} is as fast as the others again"
 
     def _rate(self, rank: int, beat: Beat) -> dict[str, float]:
-        """Seconds per step in each section, over the last steps; empty if the steps are too few."""
+        """Seconds per step of a rank in each section, over the last steps; empty if there are too few steps."""
         if not beat.spent:  # before the first step, whose number a resumed run sets
             return {}
         seen = self._seen[rank]

@@ -1,7 +1,8 @@
 """Watchdog of a rank: a thread that publishes heartbeats, reads those of other ranks, and ends a run that hangs.
 
-The main thread only notes its position. A rank that holds Python's lock cannot run the watchdog, and is ended by a
-timer of the system, which needs no lock. While a checkpoint is restored, bytes that any rank transfers are progress.
+The main thread only records its position. A rank that holds Python's global interpreter lock (GIL) cannot run the
+watchdog. A timer of the operating system ends such a rank, since it needs no GIL. While a checkpoint is restored, bytes
+that any rank transfers count as progress.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from nxtrain.train.supervision.stragglers import Stragglers
 
 
 class RestoreProgress:
-    """Progress of a restore: bytes transferred by this rank and, through the store, by all others.
+    """Progress of restoring a checkpoint: bytes transferred by this rank and, through the store, by all others.
 
     Args:
         here: Returns the number of bytes that this process has received or sent.
@@ -52,13 +53,13 @@ class RestoreProgress:
         self.at = time.monotonic()
 
     def poll(self) -> None:
-        """Poll the bytes of this process."""
+        """Read the number of bytes that this process has transferred."""
         seen = self._here()
         if seen != self._seen:
             self._seen, self.at = seen, time.monotonic()
 
     def share(self, board: HeartbeatStore) -> None:
-        """Publish the new bytes of this rank, and read the sum of all ranks."""
+        """Publish the newly transferred bytes of this rank, and read the sum over all ranks."""
         new = self._seen - self._shared
         together = board.advance(new)
         self._shared += new
@@ -67,37 +68,40 @@ class RestoreProgress:
 
 
 TICK_S = 0.25
-"""Pause between checks of this rank."""
+"""Seconds between the watchdog's checks of its own rank."""
 
 SLOWEST_BEAT_S, FASTEST_BEAT_S = 10.0, 0.5
-"""Longest and shortest pause between heartbeats."""
+"""Longest and shortest interval between heartbeats, in seconds."""
 
 BEATS = 180
-"""Number of heartbeats per limit: thousands of ranks share one store."""
+"""Number of heartbeats per time limit; few, since thousands of ranks share one store."""
 
 FILES_S = 5.0
-"""Limit for each file written at a hang, since a disk may be its cause."""
+"""Seconds that writing each file of a hang's report may take, since a disk may be the cause of the hang."""
 
 RESTORE: Work = "restore"
-"""Work in which bytes transferred by any rank count as progress: a slow store is not a hang."""
+"""Work in which bytes transferred by any rank count as progress: slow storage is not a hang."""
 
 REPEATED = {"data", "training"}
-"""Sections of every step."""
+"""Kinds of work that occur in every step."""
 
 FAILURE_S, REPORT_S = 2.0, 12.0
-"""Pause between looks for the failure of another rank, and seconds in which a rank reports its own failure."""
+"""Seconds between checks for the failure of another rank, and seconds in which a rank reports its own failure."""
 
 RANKS_S = 2.0
-"""Shortest pause between replacements of the file of all ranks' times."""
+"""Shortest interval in seconds between writes of the file with all ranks' times."""
 
 
 class Watchdog(RunObserver):
-    """Watchdog of this rank and, together with the other ranks' watchdogs, of the run; as a context.
+    """Watchdog of this rank and, together with the other ranks' watchdogs, of the run; used as a context.
 
     Args:
+        backend: This rank's device.
         hang_timeout_s: Seconds without progress after which the run counts as hung.
-        has_agent: The parent process is an agent; without its agent this process ends.
-        keeps_state: This process goes on with its state when another rank is lost.
+        logs: Folder of the run's logs.
+        signals: Stop signals that this process has received.
+        has_agent: The parent process is an agent; this process ends when the agent is gone.
+        keeps_state: This process continues with its state when another rank is lost.
 
     Attributes:
         gate: Gate before each step.
@@ -146,14 +150,15 @@ class Watchdog(RunObserver):
 
     @property
     def is_asked(self) -> bool:
-        """True if this process received a stop signal, even if the run goes on to its end."""
+        """True if this process received a stop signal, even if the run continues to its end."""
         return bool(self._signals.asked)
 
     def report_to(self, observers: RunObserver, spent: Callable[[], Mapping[str, float]] = dict) -> None:
-        """Report to observers: `beat` again and again, `stopping` once the run is to stop, and the `end` by a hang.
+        """Set the observers that the watchdog calls: `beat` repeatedly, `stopping` at a stop, and `end` at a hang.
 
         Args:
-            spent: Returns the seconds of this rank so far by kind of work, from any thread.
+            observers: Observers of the run.
+            spent: Returns this rank's seconds so far by kind of work; called from any thread.
         """
         self._observers, self._spent = observers, spent
         if self._stop.why:
@@ -163,7 +168,7 @@ class Watchdog(RunObserver):
         if work not in REPEATED or self._times[work] <= WARM_UP:
             self._times[work] += 1
         self._at = (step, work, time.monotonic())
-        if work == "training":  # elsewhere in a step, some of its parts are counted and others not yet
+        if work == "training":  # at other points of a step, its seconds are counted in part
             self._counted = (step - 1, self._spent())
 
     def begin(self, finished: int) -> None:
@@ -173,7 +178,7 @@ class Watchdog(RunObserver):
         self._finished = step
 
     def drain(self) -> None:
-        """Note the start of the wait for the last checkpoint, or progress in this wait."""
+        """Record progress in the wait for the last checkpoint, or the start of the wait."""
         self.enter(self._finished, "checkpoint")
 
     def lay_out(self, rank_name: Callable[[int], str], stages: Sequence[int]) -> None:
@@ -190,8 +195,8 @@ class Watchdog(RunObserver):
         if error is None or isinstance(error, StoppedBySignal):
             self._end()
             board = self._link.store
-            if board is not None:  # the other ranks need not wait for this one, whose run ended well
-                with suppress(RuntimeError):  # the store went with its rank
+            if board is not None:  # other ranks need not wait for this rank, whose run ended normally
+                with suppress(RuntimeError):  # the store ended together with its rank
                     board.answer(Beat(self._at[0], "end", 0.0, waits=True))
                     self._stop.publish_finished(board)
         elif isinstance(error, Exception):
@@ -201,10 +206,10 @@ class Watchdog(RunObserver):
             self._end()
 
     def await_verdict(self, error: Exception) -> None:
-        """Wait for the watchdog to end a run that hangs, which it reports with more detail; else return at once.
+        """Wait for the watchdog to end a run that hangs, since its report has more detail; otherwise return at once.
 
         Args:
-            error: Error that ended the run here. For a hang this does not return, if the ranks share a store.
+            error: Error that ended the run on this rank. For a hang this does not return, if the ranks share a store.
         """
         board = self._link.store
         if board is not None and self._thread.is_alive():
@@ -241,10 +246,10 @@ class Watchdog(RunObserver):
                 self._signals.news.wait(self._pause())
                 self._signals.news.clear()
         finally:
-            stacks.dismiss()  # without this thread nothing would postpone the hard exit any more
+            stacks.dismiss()  # without this thread, nothing postpones the hard exit
 
     def _try(self, duty: Callable[[], None]) -> None:
-        """Run one duty of the watch; its failure, such as a thread that cannot start, does not stop the others."""
+        """Run one duty of the watchdog; its failure, such as a thread that cannot start, does not stop other duties."""
         try:
             duty()
         except Exception as error:
@@ -260,7 +265,7 @@ class Watchdog(RunObserver):
 
     def _put_off_end(self) -> None:
         if self._limited:
-            stacks.end_in(self._limit() + 2.0)  # ends a rank that holds Python's lock, after the others have named it
+            stacks.end_in(self._limit() + 2.0)  # ends a rank that holds the GIL, after other ranks have named it
 
     def _look_at_agent(self) -> None:
         if self._agent is not None and os.getppid() != self._agent:
@@ -300,7 +305,7 @@ class Watchdog(RunObserver):
         return Beat(step, section, self._age(), waits=idle, point=where, counted=counted, spent=spent, host=self._host)
 
     def _look_at_others(self) -> None:
-        """Publish this rank's heartbeat and read the other ranks' state, more often near the end of the limit."""
+        """Publish this rank's heartbeat and read the other ranks' state, more often near the end of the time limit."""
         if time.monotonic() < self._next_beat:
             return
         slow_s = min(SLOWEST_BEAT_S, max(1.0, self._limit_s / BEATS))
@@ -320,13 +325,13 @@ class Watchdog(RunObserver):
                 self._publish_rates(self._stragglers)
             if self._limited and board.calls() and board.hang_declared():
                 self._hang()
-        except RuntimeError:  # the store is slow, or gone with its rank, and a lost rank is noticed elsewhere
+        except RuntimeError:  # the store is slow or ended; a lost rank is found elsewhere
             self._link.lose()
 
     def _look_at_failure(self) -> None:
-        """End a rank whose device waits for a rank that has failed, since its main thread never learns of that.
+        """End a rank whose device waits for a failed rank, since the main thread never learns of the failure.
 
-        A rank that keeps its state ends the waits alone.
+        A rank that keeps its state only aborts the waits of its device.
         """
         board, now_s = self._link.store, time.monotonic()
         if not self._backend.is_asynchronous or board is None or now_s < self._next_failure:
@@ -354,7 +359,7 @@ class Watchdog(RunObserver):
         os._exit(LostPeerError.exit_code)
 
     def _publish_rates(self, stragglers: Stragglers) -> None:
-        """Replace the file of all ranks' times, on a thread that a disk may block."""
+        """Write the file of all ranks' times, on a thread that a disk may block."""
         now_s = time.monotonic()
         if now_s < self._next_ranks_s or not stragglers.rates:
             return
@@ -374,7 +379,7 @@ class Watchdog(RunObserver):
         self._observers.stopping(why)
 
     def _hang(self) -> None:
-        """End the process: all ranks dump their stacks, and the first to find the hang names its cause."""
+        """End the process after a hang: all ranks dump their stacks, and the first rank to find it names the cause."""
         self._hanging = True
         beat = self._beat()
         stacks.show()
@@ -383,7 +388,7 @@ class Watchdog(RunObserver):
         limit = f"recovery.hang_timeout_s={self._limit_s:g}"
         me = self._backend.rank
         verdict = f"{self._rank_name(me)} did not get on within {limit} seconds: {beat}"
-        with suppress(RuntimeError):  # the store went with its rank, so this rank's own verdict stands
+        with suppress(RuntimeError):  # the store ended with its rank, so this rank's own verdict is kept
             board = self._link.store
             if board is not None:
                 verdict = agree(board, beat, self._backend.world, self._rank_name, limit) or verdict

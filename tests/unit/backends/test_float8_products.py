@@ -50,5 +50,5 @@ def test_a_cpu_emulates_and_other_devices_refuse() -> None:
     backend.choose_float8("rowwise", "bf16")
     assert any(note.startswith("float8: rowwise, emulated") for note in backend.notes())
     Backend.choose_float8(backend, "none", "bf16")
-    with pytest.raises(ConfigError, match="cpu has no products in float8"):
+    with pytest.raises(ConfigError, match="cpu has no float8 matrix products"):
         Backend.choose_float8(backend, "rowwise", "bf16")

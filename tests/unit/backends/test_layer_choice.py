@@ -95,7 +95,7 @@ def test_without_a_library_a_backend_has_the_binding_that_changes_nothing() -> N
 )
 def test_a_package_that_does_not_import_is_told_with_what_it_lacks(missing: str, way_out: str) -> None:
     said = binding._import_failure(ModuleNotFoundError(f"No module named {missing!r}", name=missing))
-    assert f"neuronx-distributed does not import: No module named {missing!r}" in said
+    assert f"neuronx-distributed cannot be imported: No module named {missing!r}" in said
     assert way_out in said
 
 

@@ -172,7 +172,7 @@ def test_operations_on_the_host_are_refused_after_the_first_step_unless_allowed(
     refusing = Fallbacks(backend, allowed=False)
     refusing.enter(1, "training")
     backend.put(torch.ones(3)).cumsum(0)
-    with pytest.raises(BackendError, match=r"1 operations of a training step on the host.*aten::cumsum; .*allow_fall"):
+    with pytest.raises(BackendError, match=r"1 operations of a training step on the host.*aten::cumsum. .*allow_fall"):
         refusing.enter(1, "log")
     said = io.StringIO()
     allowing = Fallbacks(backend, allowed=True, console=Console(file=said, width=400))
@@ -274,7 +274,7 @@ def test_products_that_saturate_send_rounding_to_the_host(
 
 def test_rounding_by_hardware_is_refused_where_casts_go_to_the_nearest(device: StandInDevice) -> None:
     backend = open_backend("neuron-native")
-    with pytest.raises(BackendError, match=r"backend\.rounding=hardware has no effect; use backend\.rounding=software"):
+    with pytest.raises(BackendError, match=r"rounding=hardware has no effect, .*; use backend\.rounding=software"):
         backend.choose_rounding("bf16_stochastic", "hardware")
 
 

@@ -140,15 +140,15 @@ def test_blocks_are_higher_where_experts_have_many_rows() -> None:
 @pytest.mark.parametrize(
     ("shape", "how", "obstacle"),
     [
-        ({}, {"instance": TRN1}, "they share their work between the 2 physical cores of a logical one, as on Trn2"),
+        ({}, {"instance": TRN1}, "they need 2 physical cores per logical core, as on Trn2"),
         ({}, {"sdk": SdkVersion(2, 30)}, "they are those of Neuron SDK 2.29, and this is 2.30"),
         ({"params": "fp32"}, {}, "they multiply in bf16, which precision.params=fp32 does not ask for"),
-        ({"dropless": False}, {}, "model.moe_dispatch=capacity has blocks of another kind"),
-        ({"is_plain": False}, {}, "biases, clamped units and adapters of experts have products of their own"),
+        ({"dropless": False}, {}, "they need model.moe_dispatch=dropless, and the run has capacity"),
+        ({"is_plain": False}, {}, "they do not support biases, clamped activations and adapters of experts"),
         ({"hidden_size": 2880}, {}, "the hidden size 2,880 is not a multiple of 512 up to 8,192"),
         ({"hidden_size": 8704}, {}, "the hidden size 8,704 is not a multiple of 512 up to 8,192"),
         ({"width": 96}, {}, "experts are 96 wide on a rank, which is no multiple of 64"),
-        ({"num_tokens": 65536}, {}, "a rank has 65,536 tokens in a call, and they are made for 32,768 at most"),
+        ({"num_tokens": 65536}, {}, "a rank has 65,536 tokens in a call, and they support 32,768 at most"),
     ],
 )
 def test_each_obstacle_is_named(shape: dict[str, Any], how: dict[str, Any], obstacle: str) -> None:

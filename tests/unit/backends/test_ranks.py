@@ -66,7 +66,12 @@ def test_of_many_graphs_a_few_are_listed() -> None:
         ("CPU", True, PLACE, "Use backend.name=cpu for several ranks"),
         ("NEURON", False, PLACE, "Use torchrun or nxtrain launch"),
         ("NEURON", True, Placement(1, 2, 0, 1), "Start at least two ranks per node"),
-        ("NEURON", True, PLACE, "unset XLA_USE_SPMD, NEURONCORE_NUM_DEVICES and those that begin with NEURON_PJRT_"),
+        (
+            "NEURON",
+            True,
+            PLACE,
+            "unset XLA_USE_SPMD, NEURONCORE_NUM_DEVICES and all variables that begin with NEURON_PJRT_",
+        ),
     ],
 )
 def test_a_world_of_one_where_torchrun_started_more_is_refused_with_the_way_out(

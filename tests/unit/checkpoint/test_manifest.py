@@ -62,7 +62,7 @@ def test_the_shards_of_a_run_are_gathered_once(tmp_path: Path, monkeypatch: pyte
 
 
 def test_ranks_that_do_not_add_up_are_noticed() -> None:
-    with pytest.raises(CheckpointError, match="ranks hold 42,336 of its 43,008 entries"):
+    with pytest.raises(CheckpointError, match="shards of all ranks have 42,336 of its 43,008 entries"):
         join([located(rank) for rank in range(RANKS - 1)])
 
 
@@ -108,7 +108,7 @@ def test_a_manifest_names_files_of_ranks_and_no_others(tmp_path: Path, name: str
     CheckpointManifest(files={"rank-00000.safetensors": entry, "rank-123456.safetensors": entry}, tensors={})
     text = json.dumps({"files": {name: entry.model_dump(mode="json")}, "tensors": {}})
     (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(DamagedError, match="is no name of a rank's file"):
+    with pytest.raises(DamagedError, match="is not the name of a rank's file"):
         read_manifest(tmp_path)
 
 

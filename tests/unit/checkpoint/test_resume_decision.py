@@ -179,7 +179,7 @@ REFUSALS: dict[str, tuple[ResumeSurvey, ResumeRequest, str]] = {
     "a restart that cannot tell whether it went back": (
         surveyed(records={0: DAMAGED, MIRROR: DAMAGED}),
         ResumeRequest("never", is_restart=True),
-        "is still to",
+        "the file records if the rewind",
     ),
     "only unread checkpoints": (
         surveyed({0: LocationSurvey(unread=frozenset({4})), MIRROR: NO_REMNANT}),
@@ -199,12 +199,12 @@ REFUSALS: dict[str, tuple[ResumeSurvey, ResumeRequest, str]] = {
     "remnants on a disk": (
         surveyed({0: LocationSurvey(remnants=("latest",)), MIRROR: NO_REMNANT}),
         AUTO,
-        "held: latest. ",
+        "is left: latest. ",
     ),
     "remnants in the mirror": (
         surveyed({0: NO_REMNANT, MIRROR: LocationSurvey(remnants=("latest",))}),
         AUTO,
-        "held: latest. ",
+        "is left: latest. ",
     ),
 }
 

@@ -185,7 +185,7 @@ def worlds(draw: st.DrawFn) -> World:
 
     def record() -> Record:
         if draw(st.integers(0, 9)) == 0:
-            return DamagedError("lineage.json", "its content is not what was written")
+            return DamagedError("lineage.json", "its checksum does not match its content")
         seen = draw(st.integers(-1, len(returns)))
         return None if seen < 0 else RunHistory(run="one", run_dir="/run", returns=returns[:seen])
 

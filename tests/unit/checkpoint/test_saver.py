@@ -130,7 +130,7 @@ def test_what_cannot_be_read_back_is_put_aside_and_nothing_older_is_deleted(
 
     monkeypatch.setattr(directory, "publish", publish)
     saver.save(lambda: {"model": {"a.weight": weight}}, meta(4))
-    assert "put aside" in saves(saver)[-1].problem
+    assert "is quarantined" in saves(saver)[-1].problem
     assert [directory.step_of(path) for path in directory.list_checkpoints(tmp_path)] == [1, 2, 3]
     assert [path.name for path in directory.quarantined(tmp_path)] == ["step-00000004.corrupt"]
 

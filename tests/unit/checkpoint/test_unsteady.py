@@ -67,5 +67,5 @@ def test_the_second_that_cannot_be_read_is_the_storage() -> None:
     result.hold(pickle.loads(pickle.dumps(unread)))
     result.hold(wrong)
     result.hold(wrong)
-    with pytest.raises(CheckpointError, match="it is the storage that fails"):
+    with pytest.raises(CheckpointError, match="so the storage itself fails"):
         result.hold(unread)

@@ -166,7 +166,7 @@ def test_addresses_are_refused_where_a_path_of_this_machine_is_read(tmp_path: Pa
     if key == "data.path" and scheme in ("s3", "gs"):  # read by two of the sources
         assert f"{scheme}://bucket/text is in a bucket, and source=stdlib reads files of this machine" in said
         return
-    assert f"an address of {scheme}, but a path of this machine is read; fetch it with" in said
+    assert f"an address of {scheme}, but only a local path can be read here; fetch it with" in said
 
 
 def test_addresses_stay_where_they_are_read(tmp_path: Path) -> None:

@@ -91,16 +91,16 @@ REFUSED = [
     (
         "parallel.shard=full parallel.offload=true parallel.dp=4 backend.name=neuron-native",
         "parallel.offload",
-        "reduces tensors of host memory",
+        "reduces tensors in host memory",
     ),
     ("compile.torch_compile=true backend.name=xla", "compile.torch_compile", "backend.name=xla records whole steps"),
     ("compile.torch_compile=true backend.name=neuron", "compile.torch_compile", "neuron records whole steps"),
     ("compile.torch_compile=step parallel.pp=2", "compile.torch_compile", "pp=2 cuts it into stages"),
-    ("compile.torch_compile=step parallel.shard=full parallel.prefetch=2", "parallel.prefetch", "compiler decides"),
-    *((f"{HARDWARE} backend.name={name}", "backend.rounding", "rounds at random on Tr") for name in ("cpu", "cuda")),
+    ("compile.torch_compile=step parallel.shard=full parallel.prefetch=2", "parallel.prefetch", "compiler schedules"),
+    *((f"{HARDWARE} backend.name={name}", "backend.rounding", "exists on Trainium only") for name in ("cpu", "cuda")),
     ("backend.layers=nxd backend.name=xla", "backend.layers", "nxd runs on the backend neuron, not on xla"),
     ("backend.layers=nxd backend.name=cuda", "backend.layers", "nxd runs on the backend neuron, not on cuda"),
-    ("backend.layers=nxd parallel.shard=full", "backend.layers", "parallel.shard=full cuts them further"),
+    ("backend.layers=nxd parallel.shard=full", "backend.layers", "parallel.shard=full shards them"),
     ("backend.layers=nxd parallel.shard=full", "backend.layers", "use backend.layers=native"),
     ("data.path=x", "data.source", ""),
     ("train.eval_every=5", "train.eval_every", ""),
@@ -111,10 +111,10 @@ REFUSED = [
     (f'{ARROW} data.mixture=["a","a"]', "data.mixture", "twice"),
     (f"{MIXED} data.weights=[1,2,3]", "data.weights", "3 numbers for the 2 corpora"),
     (f"{ARROW} data.path=a data.weights=[1]", "data.weights", "0 corpora"),
-    (f"{MIXED} data.weights=[1,1000002]", "data.weights", "repeat after 1000003,"),
+    (f"{MIXED} data.weights=[1,1000002]", "data.weights", "repeat after 1000003 rows,"),
     (f"{MIXED} data.weights=[1,0]", "data.weights", "greater than 0"),
     ("data.packing=best_fit", "data.packing", "source=stdlib is one stream of tokens"),
-    (f"{TOKENS} data.doc_mask=true", "data.doc_mask", "no tokenizer that names it"),
+    (f"{TOKENS} data.doc_mask=true", "data.doc_mask", "no tokenizer that defines this token"),
     ("run.dir=runs/a checkpoint.mirror=s3://", "checkpoint.mirror", "names no bucket"),
     ("run.dir=runs/a checkpoint.mirror=s3:/bucket/run", "checkpoint.mirror", "did you mean s3://bucket/run"),
     ("run.dir=runs/a checkpoint.mirror=az:///run", "checkpoint.mirror", "names no bucket"),
@@ -374,7 +374,7 @@ def test_adapters_need_given_weights_and_our_layers_and_above_nf4_an_eager_devic
     assert only(tmp_path, *given, 'finetune.targets=["q_proj", "q_proj"]').key == "finetune.targets"
     assert only(tmp_path, "finetune.adapter=runs/chat/adapter").key == "finetune.adapter"
     for override in ("backend.name=xla", "backend.name=neuron-native", "compile.torch_compile=true"):
-        assert "restores NF4 eagerly" in only(tmp_path, *given[:2], "finetune.method=qlora", override).reason
+        assert "dequantizes NF4 in eager mode" in only(tmp_path, *given[:2], "finetune.method=qlora", override).reason
 
 
 def test_masks_of_adapters_are_drawn_on_every_layout_and_backend(tmp_path: Path, hf: Path) -> None:
@@ -417,13 +417,13 @@ def test_pairs_need_whole_answers_of_one_corpus_and_dpo_the_first_weights(tmp_pa
     assert checked(tmp_path, *dpo, "finetune.method=lora", "finetune.adapter=a").config.finetune.stores_reference
     assert not checked(tmp_path, *rows, "finetune.objective=orpo").config.finetune.stores_reference
     assert "compares with the weights from which" in only(tmp_path, *rows, "finetune.objective=dpo").reason
-    assert "do not see each other" in only(tmp_path, *dpo, "data.doc_mask=false").reason
-    assert "do not see each other" in only(tmp_path, *dpo, "data.packing=concat").reason
+    assert "do not attend to each other" in only(tmp_path, *dpo, "data.doc_mask=false").reason
+    assert "do not attend to each other" in only(tmp_path, *dpo, "data.packing=concat").reason
     several = (*weights, rows[0], *rows[2:], "finetune.objective=dpo", 'data.mixture=["a", "b"]')
     assert "data.mixture has several" in only(tmp_path, *several).reason
     for override, reason in (
-        ("precision.params=fp16", "the loss scale of params=fp16 does not cover"),
-        ("backend.layers=nxd", "takes the loss of each token"),
+        ("precision.params=fp16", "the loss scale of params=fp16 does not support"),
+        ("backend.layers=nxd", "needs the loss of each token"),
     ):
         assert any(reason in problem.reason for problem in problems(tmp_path, *dpo, override))
 

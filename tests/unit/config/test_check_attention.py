@@ -26,9 +26,9 @@ from tests.unit.config.test_check import checked, only
         (
             "backend.deterministic=true backend.name=xla",
             "backend.deterministic",
-            "torch's kernels for GPUs",
+            "torch kernels for GPUs",
         ),
-        ("backend.deterministic=true backend.attention=cudnn", "backend.attention", "which cudnn does not promise"),
+        ("backend.deterministic=true backend.attention=cudnn", "backend.attention", "which cudnn does not guarantee"),
     ],
 )
 def test_what_a_backend_lacks_is_refused(tmp_path: Path, overrides: str, key: str, text: str) -> None:

@@ -33,7 +33,7 @@ def mixture(num_experts: int) -> MoeShape | None:
     [
         (config(2), 0, "parallel.ep", "the model has none", "use parallel.ep=1"),
         (config(4), 6, "parallel.ep", "4 does not divide the model's 6 experts", "use one of 1, 2, 3, 6"),
-        (config(2, backend={"layers": "nxd"}), 4, "backend.layers", "ep=2 divides experts of our own", "use auto"),
+        (config(2, backend={"layers": "nxd"}), 4, "backend.layers", "ep=2 divides nxtrain's own experts", "use auto"),
         (
             config(2, compile={"torch_compile": True}),
             4,

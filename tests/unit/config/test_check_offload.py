@@ -54,7 +54,10 @@ def test_offload_names_kinds_of_state_and_true_means_two_of_them(
             ('parallel.offload=["params"]', "parallel.shard=full", "parallel.dp=2", "compile.torch_compile=step"),
             "between graphs",
         ),
-        (('parallel.offload=["activations"]', "compile.torch_compile=true", "backend.name=cpu"), "moves what autograd"),
+        (
+            ('parallel.offload=["activations"]', "compile.torch_compile=true", "backend.name=cpu"),
+            "activations that autograd saves",
+        ),
         (('parallel.offload=["weights"]',), "is not one of params, optimizer, activations"),
         (("parallel.offload=1",), "is an integer, but a list is needed"),
     ],

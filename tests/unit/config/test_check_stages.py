@@ -80,7 +80,7 @@ def shaped(tmp_path: Path, *overrides: str, layers: int = 6, world: int | None =
             ["parallel.virtual_pp=2"],
             (
                 "parallel.virtual_pp",
-                "2 chunks take turns with those of other pipeline stages, but pp=1 has no other",
+                "2 chunks interleave with chunks of other pipeline stages, but pp=1 has one stage",
                 "use parallel.virtual_pp=1, or parallel.pp=2 or more",
             ),
         ),
@@ -88,7 +88,7 @@ def shaped(tmp_path: Path, *overrides: str, layers: int = 6, world: int | None =
             ["parallel.pipeline_cuts=[3]"],
             (
                 "parallel.pipeline_cuts",
-                "[3] is where pipeline stages begin, but pp=1 has no second",
+                "[3] lists where pipeline stages begin, but pp=1 has one stage",
                 "leave it out, or use parallel.pp=2 or more",
             ),
         ),
@@ -97,7 +97,7 @@ def shaped(tmp_path: Path, *overrides: str, layers: int = 6, world: int | None =
                 ["parallel.pp=3", f"parallel.pipeline_cuts={cuts}"],
                 (
                     "parallel.pipeline_cuts",
-                    f"{cuts} is where the chunks but the first begin: with pp=3 x virtual_pp=1 it must have 2, "
+                    f"{cuts} lists where all chunks but the first begin. With pp=3 x virtual_pp=1 it must have 2, "
                     "ascending and below model.config.num_hidden_layers=6",
                     "leave it out to cut by cost",
                 ),
@@ -134,18 +134,18 @@ def test_stages_that_fit_run(tmp_path: Path, overrides: list[str]) -> None:
     [
         (
             "parallel.pp=1",
-            "fills the waiting of pipeline stages, but pp=1 has no other to wait for",
+            "fills the bubble of a pipeline, but pp=1 has no bubble",
             "parallel.pp=2 or more",
         ),
         ("parallel.virtual_pp=2", "has one chunk for each stage, but virtual_pp=2", "parallel.virtual_pp=1"),
         (
             "backend.name=xla",
-            "sends while it computes, but on backend.name=xla a transfer keeps both ranks",
+            "overlaps transfers with computation, but on backend.name=xla a transfer blocks both ranks",
             "backend.name=cpu, cuda or neuron-native",
         ),
         (
             "backend.layers=nxd",
-            "splits the backward of our own layers, but backend.layers=nxd",
+            "splits the backward pass of nxtrain's own layers, but backend.layers=nxd",
             "backend.layers=native",
         ),
         *(
@@ -158,7 +158,7 @@ def test_stages_that_fit_run(tmp_path: Path, overrides: list[str]) -> None:
         ),
         (
             "compile.torch_compile=true",
-            "splits the backward of layers, but compile.torch_compile makes one graph of each block's",
+            "splits the backward pass of layers, but compile.torch_compile makes one graph of each block",
             "compile.torch_compile=false",
         ),
     ],

@@ -70,7 +70,10 @@ def test_extends_is_relative_to_the_file_that_says_it(tmp_path: Path) -> None:
 def test_a_circle_of_extends_is_reported(tmp_path: Path) -> None:
     write(tmp_path / "a.toml", "extends = ['b.toml']\n")
     write(tmp_path / "b.toml", "extends = ['a.toml']\n")
-    assert problems_of(tmp_path / "a.toml")["extends"].reason == "goes in a circle: a.toml -> b.toml -> a.toml"
+    assert (
+        problems_of(tmp_path / "a.toml")["extends"].reason
+        == "files extend each other in a circle: a.toml -> b.toml -> a.toml"
+    )
 
 
 def test_two_files_may_share_a_base(tmp_path: Path) -> None:

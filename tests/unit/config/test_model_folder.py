@@ -101,7 +101,7 @@ def test_a_run_keeps_its_commit(folder: Path, hub: Hub, capsys: pytest.CaptureFi
     named = resolved("model.hf=acme/tiny@main")
     assert named.config.model.hf == f"acme/tiny@{first}"
     said = capsys.readouterr().err
-    assert f"goes on with the commit that runs/nxtrain/config.toml records, {first}" in said
+    assert f"continues with the commit in runs/nxtrain/config.toml, {first}" in said
     for overrides in (
         (f"model.hf=acme/tiny@{second}",),
         ("model.hf=acme/tiny", "checkpoint.resume=never"),

@@ -114,7 +114,7 @@ def test_nxds_layers_have_no_loss_scale(tmp_path: Path) -> None:
         (["backend.name=xla"], "precision.fp8", "kernels of GPUs, which backend.name=xla lacks"),
         (["backend.name=neuron"], "precision.fp8", "kernels of GPUs, which backend.name=neuron lacks"),
         (["precision.params=fp16", "precision.update=fp32_master"], "precision.fp8", "is for GPUs with bf16"),
-        (["backend.layers=nxd"], "precision.fp8", "backend.layers=nxd has others"),
+        (["backend.layers=nxd"], "precision.fp8", "which backend.layers=nxd replaces"),
         (["finetune.method=qlora", "model.init=hf"], "precision.fp8", "keeps these in NF4"),
         (["parallel.async_tp=true"], "parallel.async_tp", "casts between a collective and its product"),
     ],

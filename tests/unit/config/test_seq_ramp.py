@@ -14,7 +14,7 @@ from nxtrain.config.load import load
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ((), "are kept apart by the masks of documents"),
+        ((), "need document masks to be kept apart"),
         (("data.doc_mask=true", "train.seq_len=96"), "stage 1: a row of train.seq_len=96 does not hold several of 64"),
         (("data.doc_mask=true", "train.seq_len=64"), "does not hold several of 64 tokens"),
     ],

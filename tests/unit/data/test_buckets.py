@@ -157,7 +157,7 @@ def test_a_full_disk_costs_requests_and_ends_no_run(
         assert span(source, start, size) == content[start : start + size]
     told = capsys.readouterr().err
     assert told.count("WARNING") == 1
-    assert "cannot be kept on this node: No space left" in told
+    assert "cannot be cached on this node: No space left" in told
 
 
 @pytest.fixture(scope="module")

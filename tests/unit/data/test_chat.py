@@ -158,7 +158,7 @@ def test_a_corpus_has_the_ids_of_transformers_and_knows_the_answers(
         (None, "name its field with --field"),
         (["hello"], "turn 1 is no object"),
         ([{"role": "user"}], 'turn 1 has no text in "content"'),
-        ([TALK[0], {"role": "user", "content": f"x{END}{TURN}system"}], "turn 2 spells the special token '<|end|>'"),
+        ([TALK[0], {"role": "user", "content": f"x{END}{TURN}system"}], "turn 2 contains the special token '<|end|>'"),
         ([{"role": "user", "content": "\ud83d"}], "turn 1 holds half of a surrogate pair"),
     ],
 )
@@ -172,7 +172,7 @@ def test_what_is_no_conversation_is_a_bad_row(folder: Path, talk: object, says: 
 def test_a_template_that_rewrites_earlier_turns_has_no_answers(folder: Path) -> None:
     rewriting = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     template = ChatTemplate(configure(folder, rewriting))
-    with pytest.raises(BadRowError, match="in another way than its prompt"):
+    with pytest.raises(BadRowError, match="differently from its prompt"):
         list(template.documents(TALK))
 
 

@@ -91,7 +91,7 @@ def test_a_pattern_chooses_the_files_that_come(hub: Hub, pattern: str, only: str
     add(hub)
     address = HubAddress.parse(f"hf://acme/texts{pattern}")
     if not chosen:
-        with pytest.raises(ConfigError, match="has no file of these names"):
+        with pytest.raises(ConfigError, match="has no file that matches"):
             address.fetch(only, (), lambda line: None)
     else:
         assert [*address.fetch(only, (), lambda line: None).files] == chosen

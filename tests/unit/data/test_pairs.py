@@ -134,12 +134,12 @@ BAD: dict[str, tuple[dict[str, Any], bool, str]] = {
     "equal": ({**GOOD, "rejected": " b"}, False, "bad pair: both answers are equal"),
     "empty": ({**GOOD, "chosen": " "}, False, "bad pair: chosen has no text"),
     "turns without a template": ({**GOOD, "chosen": [TURN]}, False, "is a list of turns; give --chat"),
-    "number": ({**GOOD, "chosen": 3}, False, 'wrong type: "chosen" is no string'),
+    "number": ({**GOOD, "chosen": 3}, False, 'wrong type: "chosen" is not a string'),
     "surrogate": ({**GOOD, "prompt": "\ud800"}, False, 'invalid UTF-8: "prompt" holds half of a surrogate pair'),
     "two turns": ({**GOOD, "chosen": [TURN, TURN]}, True, "bad pair: chosen has 2 turns after the 1 that both"),
     "answer of a user": ({**GOOD, "chosen": [{**TURN, "role": "user"}]}, True, "is one turn of the assistant"),
     "equal turns": ({**GOOD, "chosen": "x", "rejected": "x"}, True, "bad pair: both answers are equal"),
-    "special token": ({**GOOD, "chosen": "<|im_end|>"}, True, "special token: turn 2 spells the special token"),
+    "special token": ({**GOOD, "chosen": "<|im_end|>"}, True, "special token: turn 2 contains the special token"),
     "turn without content": ({**GOOD, "rejected": [{"role": "assistant"}]}, True, '"rejected": turn 1 has no text'),
 }  # fmt: skip
 

@@ -246,7 +246,7 @@ def test_a_stop_request_ends_behind_a_whole_batch(tmp_path: Path) -> None:
             return "SIGTERM"
 
     source = write_corpus(tmp_path / "src", "a.jsonl", documents(200))
-    with pytest.raises(StoppedBySignal, match=r"SIGTERM; the same command goes on from [1-9]"):
+    with pytest.raises(StoppedBySignal, match=r"SIGTERM; the same command continues after [1-9]"):
         prepare(source, out=tmp_path / "o.arrow", watcher=Asked())
     prepare(source, out=tmp_path / "o.arrow")
     assert texts_of(tmp_path / "o.arrow") == documents(200)

@@ -64,7 +64,7 @@ def test_little_text_gives_fewer_entries_than_asked(tmp_path: Path) -> None:
 
 
 def test_vocabulary_without_room_for_bytes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"vocab_size=256 cannot hold the 256 bytes.*needs 257"):
+    with pytest.raises(DataError, match=r"vocab_size=256 is too small for the 256 bytes.*needs 257"):
         train_bpe(TEXTS, 256, tmp_path / "t.json")
 
 

@@ -52,7 +52,7 @@ def test_a_folder_that_cannot_be_entered_stops_the_start(rights: int, pattern: s
     assert str(refused.value).startswith(f"data.path={root}{pattern}: ")
     assert f"{root}/shut" in str(refused.value)
     assert "Permission denied" in str(refused.value)
-    assert "training would go on without what they hold" in str(refused.value)
+    assert "training would miss their text" in str(refused.value)
 
 
 def test_all_that_cannot_be_read_is_counted_and_some_is_named(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_a_killed_worker_is_named_and_the_rows_go_on_as_they_would_have(capfd: p
     for pid in pids:
         assert f"of rank 6 (process {pid}) was ended by SIGKILL, before its rows of step" in printed
     assert printed.count("it was reading numbers.arrow, document ") >= len(pids) - 1
-    assert printed.count("a new one goes on after the last row that was taken") == len(pids)
+    assert printed.count("a new worker continues after the last received row") == len(pids)
 
 
 def test_a_worker_that_hangs_is_replaced_in_time(capfd: pytest.CaptureFixture[str]) -> None:

@@ -112,7 +112,7 @@ def test_the_runtime_profiles_only_if_steps_are_profiled_and_into_the_run_folder
     }
     assert not [name for name in values(plain) if "INSPECT" in name]
     shown = {variable.name: variable for variable in result.variables}
-    assert "ranks 0, 9 only" in shown["NEURON_RT_INSPECT_ENABLE"].reason
+    assert "other ranks than metrics.profile_ranks 0, 9" in shown["NEURON_RT_INSPECT_ENABLE"].reason
     assert {shown[name].source for name in inspect} == {"tools/neuron-explorer/environment-variables.rst"}
     (elsewhere,) = result.conflicts({"NEURON_RT_INSPECT_OUTPUT_DIR": "/tmp", "NEURON_RT_INSPECT_DEVICE_PROFILE": "1"})
     assert (elsewhere.key, elsewhere.hint) == ("NEURON_RT_INSPECT_OUTPUT_DIR", "unset it and use run.dir")

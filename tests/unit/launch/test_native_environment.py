@@ -177,7 +177,9 @@ def test_each_rank_sees_one_core(shell: dict[str, str], world: int, cores: list[
         assert ({variable.name: variable.value for variable in again}, problems) == (given, [])
 
 
-@pytest.mark.parametrize(("shown", "reason"), [("0-2", "shows 3 cores, but 4 ranks"), ("a,b", "is no list of cores")])
+@pytest.mark.parametrize(
+    ("shown", "reason"), [("0-2", "shows 3 cores, but 4 ranks"), ("a,b", "is not a list of cores")]
+)
 def test_cores_that_do_not_suffice_are_refused(shown: str, reason: str) -> None:
     _, (problem,) = rank_variables({"NEURON_RT_VISIBLE_CORES": shown}, 0, 4)
     assert reason in problem.reason

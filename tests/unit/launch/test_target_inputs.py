@@ -161,11 +161,11 @@ def test_what_an_operator_gives_in_vain_is_refused(tmp_path: Path) -> None:
         "use --storage 57600": ("--target", "eks", "--dry-run", "--storage", "56000"),
         "--first-node": ("--target", "slurm", "--dry-run", "--first-node", "n1:29501"),
         "a path is empty": ("--target", "slurm", "--out", ""),
-        "'0' is no port": ("--first-node", "n1:0"),
+        "'0' is not a port": ("--first-node", "n1:0"),
         "'n1:\u00b2'": ("--first-node", "n1:\u00b2"),
         "'n1\\ntouch owned'": ("--dry-run", "--first-node", "n1\ntouch owned"),
-        "'' is no machine": ("--first-node", ":29500"),
-        "'-x' is no machine": ("--first-node=-x",),
+        "'' is not the name of a machine": ("--first-node", ":29500"),
+        "'-x' is not the name of a machine": ("--first-node=-x",),
     }
     for said, argv in cases.items():
         code, out, err = in_process("launch", RECIPE, *argv)

@@ -326,7 +326,7 @@ def test_a_pod_passes_the_signal_on_and_waits_for_the_save(pod: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "options", "said"),
     [
-        (("cluster.instance=",), LaunchOptions(), "not set, and the machines of the cluster are not this one"),
+        (("cluster.instance=",), LaunchOptions(), "not set, but the cluster's machines differ from this machine"),
         (("cluster.instance=trn1.32xl",), LaunchOptions(), "did you mean trn1.32xlarge?"),
         (("cluster.instance=p5.48xlarge",), LaunchOptions(), "p5.48xlarge has no devices for backend.name=neuron"),
         (
@@ -335,14 +335,14 @@ def test_a_pod_passes_the_signal_on_and_waits_for_the_save(pod: Path) -> None:
             "TorchNeuron is for Trn2 and Trn3 only",
         ),
         (("cluster.instance=trn1.2xlarge",), LaunchOptions(nproc=2), "trn1.2xlarge has no EFA device to join them"),
-        (("cluster.nodes=7",), LaunchOptions(), "128 ranks, as the degrees ask for, do not divide over 7 nodes"),
+        (("cluster.nodes=7",), LaunchOptions(), "128 ranks, from the parallel degrees, do not divide over 7 nodes"),
         (("backend.name=auto", "cluster.instance=trn1.32xlrge"), LaunchOptions(), "did you mean trn1.32xlarge?"),
-        (("backend.name=cpu", "cluster.instance=m5 x"), LaunchOptions(), "'m5 x' is no label of machines"),
+        (("backend.name=cpu", "cluster.instance=m5 x"), LaunchOptions(), "'m5 x' is not a label"),
         ((), LaunchOptions(claim=""), "--claim is empty"),
         ((), LaunchOptions(nproc=64), "64 ranks per machine, but trn1.32xlarge has 32"),
-        ((), LaunchOptions(min_nodes=2), "with --min-nodes the number of replicas follows"),
+        ((), LaunchOptions(min_nodes=2), "with --min-nodes the number of replicas depends"),
         (("parallel.dp=0",), LaunchOptions(min_nodes=2), "compiled for one number of ranks"),
-        (("parallel.dp=0",), LaunchOptions(min_nodes=4), "leaves none that may be lost"),
+        (("parallel.dp=0",), LaunchOptions(min_nodes=4), "no machine may be lost"),
         (("parallel.dp=5",), LaunchOptions(), "train.global_batch"),
     ],
 )

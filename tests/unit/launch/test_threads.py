@@ -56,7 +56,7 @@ def test_a_small_model_has_one_thread_which_never_waits(monkeypatch: pytest.Monk
     large = ["model.config.hidden_size=1024", "train.micro_batch=1", "train.global_batch=16", "parallel.dp=16"]
     (share,) = local_command(DEMO, large, 16, {}).variables
     assert (share.name, share.value) == ("OMP_NUM_THREADS", "1"), "of 7 cores each of 16 ranks has one"
-    assert share.reason.startswith("ranks that each take all cores")
+    assert share.reason.startswith("ranks that each use all cores")
 
 
 SHELLS = {"OMP_NUM_THREADS": ("1", "5", "4,2"), "OMP_WAIT_POLICY": ("active", "passive"), "GOMP_SPINCOUNT": ("7",)}

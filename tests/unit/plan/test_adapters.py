@@ -209,7 +209,7 @@ def test_a_search_over_all_methods_says_which_fit() -> None:
     assert {layout["method"] for layout in on_trainium["layouts"]} == {"full", "lora"}
     quantized = [layout["reason"] for layout in on_trainium["rejected"] if layout["method"] == "qlora"]
     assert quantized
-    assert all("NF4 eagerly on cuda and cpu, not with backend.name=neuron" in reason for reason in quantized)
+    assert all("NF4 in eager mode on cuda and cpu, not with backend.name=neuron" in reason for reason in quantized)
 
 
 def test_one_method_is_planned_by_its_flag_or_by_the_configuration() -> None:

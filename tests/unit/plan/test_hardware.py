@@ -61,11 +61,11 @@ def test_a_machine_of_ones_own_is_read(tmp_path: Path) -> None:
         (OWN.replace("device_flops", "device_flop"), "device_flops"),
         (OWN.replace("= 3e10", "= 1e-9"), r"link_bytes_s = a number, 0, or 1e-06 to 1e\+200"),
         (OWN + "price_usd_h = 1e300\n", "price_usd_h = a number, 0 to 1000000000"),
-        ("a = " + "[" * 100_000, "is no TOML"),
+        ("a = " + "[" * 100_000, "is not valid TOML"),
         (OWN.replace("link_bytes_s = 3e10", "link_bytes_s = 0"), "several devices"),
         ("devices = 4\n", "a machine is a table"),
         ("", "has no machine"),
-        ("[", "is no TOML"),
+        ("[", "is not valid TOML"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_key(tmp_path: Path, text: str, expected: str) -> None:

@@ -236,7 +236,7 @@ def test_one_rank_has_its_own_stage_and_entries() -> None:
 
 
 def test_a_rank_outside_the_world_is_refused() -> None:
-    with pytest.raises(ConfigError, match="1024 is no rank of 1,024") as caught:
+    with pytest.raises(ConfigError, match="rank 1024 does not exist: the run has 1,024 ranks") as caught:
         answer(*BIG, "--rank", "1024")
     assert "use 0 to 1023" in str(caught.value)
 

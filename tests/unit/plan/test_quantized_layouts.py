@@ -88,7 +88,7 @@ def test_a_search_and_a_plan_give_the_arithmetic() -> None:
     [
         (
             ("compile.torch_compile=true", "finetune.method=qlora"),
-            "restores NF4 eagerly on cuda and cpu, not with compile",
+            "dequantizes NF4 in eager mode on cuda and cpu, not with compile",
         ),
         (("backend.layers=nxd", "--method", "lora"), "which backend.layers=nxd replaces"),
         (("precision.accumulate=fp32", "precision.reduce=bf16"), "both have one type"),

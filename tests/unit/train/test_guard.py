@@ -166,7 +166,7 @@ def test_other_numbers_of_a_bad_step_are_no_sign_of_bad_weights(tmp_path: Path, 
     watch = guard(tmp_path, "skip")
     watch.begin(6, {})
     assert watch.judge(7, {**BAD, "param_norm": 2.0, key: math.nan}).skipped_steps == (7,)
-    with pytest.raises(DivergedError, match=f"{key}=nan; the weights are not finite"):
+    with pytest.raises(DivergedError, match=f"{key}=nan; the run has diverged, and its weights are not finite"):
         watch.judge(8, {**GOOD, "param_norm": 2.0, key: math.nan})
 
 

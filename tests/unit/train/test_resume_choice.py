@@ -172,7 +172,7 @@ def test_a_mirror_of_another_run_is_refused(far: Run, tmp_path: Path) -> None:
             other.start(resume)
         for part in (f"mirror={far.mirror} belongs to another", f"run.dir={far.dir}", f"run.dir={other.dir}"):
             assert part in str(refused.value)
-        assert f"checkpoint.resume={far.mirror} to go on" in str(refused.value)
+        assert f"checkpoint.resume={far.mirror} to continue" in str(refused.value)
     assert far.mirror_steps() == [8]
     assert far.start() == far.at(8)
     assert far.mirror is not None
@@ -220,7 +220,7 @@ def test_a_damaged_record_is_written_anew_from_the_other(far: Run, copy: str) ->
     file.write_bytes(whole.replace(b'"keeps": 0', b'"keeps": 1'))
     with_record = far.start("auto")
     assert with_record == far.at(4)
-    assert far.said[0].startswith(f"WARNING: {file} is damaged: its content is not what was written")
+    assert far.said[0].startswith(f"WARNING: {file} is damaged: its checksum does not match its content")
     assert file.read_bytes() == whole
 
 

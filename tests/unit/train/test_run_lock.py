@@ -27,7 +27,7 @@ def test_the_second_is_refused_with_the_holder_and_the_third_goes_on(
         with pytest.raises(BackendError) as refused, only_run(tmp_path / "run", said.append):
             pass
         assert f"in use by process {os.getpid()} on {socket.gethostname()}" in str(refused.value)
-        assert f"remove {tmp_path / 'run' / LOCK_FILE}" in str(refused.value)
+        assert f"delete {tmp_path / 'run' / LOCK_FILE}" in str(refused.value)
         assert len(said) == 1
         with only_run(tmp_path / "other", said.append):
             pass

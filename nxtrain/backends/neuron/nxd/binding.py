@@ -1,4 +1,4 @@
-"""Binding of one rank to NeuronX Distributed: layers, order of ranks and average of gradients."""
+"""Binding of one rank to NeuronX Distributed: parallel layers, rank order and gradient averages."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from nxtrain.common.sharding import ParamTable
 
 
 class NxdBinding(Binding):
-    """NxD for one rank.
+    """Parallel layers, rank order and gradient averages of NeuronX Distributed (NxD) for one rank.
 
     Args:
         device: Device of this rank's tensors.
 
     Raises:
-        BackendError: The package cannot be imported.
+        BackendError: neuronx-distributed cannot be imported.
     """
 
     name = "nxd"
-    _meets = True  # the other ranks exist
+    _meets = True  # the other ranks of the world exist
 
     def __init__(self, device: torch.device) -> None:
         # Each layer calls a deprecated torch.cuda.amp.
@@ -41,8 +41,8 @@ class NxdBinding(Binding):
             from neuronx_distributed.parallel_layers import comm, grads, mappings
         except ImportError as error:
             raise BackendError(_import_failure(error)) from error
-        # NxD pins the layouts of all-reduces in its layers and in `bucket_allreduce_gradients`. Those through
-        # torch.distributed are not pinned, and XLA's verifier refuses a graph of both kinds.
+        # NxD pins the layouts of all-reduces in its layers and in `bucket_allreduce_gradients`. torch.distributed does
+        # not pin layouts, and XLA's verifier refuses a graph with both kinds of all-reduce.
         for module in (grads, mappings):
             module.all_reduce = partial(comm.all_reduce, pin_layout=False)
         self._is_cpu = device.type == "cpu"
@@ -115,7 +115,7 @@ class NxdBinding(Binding):
             dist.destroy_process_group()
 
     def _join(self) -> None:
-        """Make a default process group, which NxD needs even with one rank."""
+        """Create torch's default process group, which NxD needs even with one rank."""
         if dist.is_initialized():
             return
         if self._is_cpu:
@@ -129,11 +129,17 @@ class NxdBinding(Binding):
 
 
 def _refuse_descending(mesh: Mesh) -> None:
-    """Refuse groups that are not ascending: gloo numbers ranks ascending, so gathered shards would be permuted."""
+    """Raise an error for groups that are not in ascending order, since gloo would permute gathered shards.
+
+    gloo orders the ranks of a group ascending.
+    """
     for axis in (mesh.tp, mesh.shard):
         for group in axis.groups:
             if list(group) != sorted(group):
-                raise BackendError(f"gloo counts ranks ascending, and {axis.name} goes over {group}; use another tp")
+                raise BackendError(
+                    f"gloo needs groups of ascending ranks, but NxD's {axis.name} group is {group}; use another "
+                    "parallel.tp, or backend.layers=native"
+                )
 
 
 def _import_failure(error: ImportError) -> str:
@@ -142,6 +148,6 @@ def _import_failure(error: ImportError) -> str:
     if missing.startswith("transformers."):
         way_out = "pip install 'transformers==4.51.*', the release that it was made for"
     return (
-        f"backend.layers=nxd: neuronx-distributed does not import: {error}. Install what it lacks ({way_out}), or use "
-        "backend.layers=native"
+        f"backend.layers=nxd: neuronx-distributed cannot be imported: {error}. Install the missing package "
+        f"({way_out}), or use backend.layers=native"
     )

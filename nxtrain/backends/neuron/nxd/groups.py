@@ -1,7 +1,7 @@
-"""NeuronX Distributed's process groups: its order of ranks, and the check of its groups against a mesh.
+"""NeuronX Distributed's process groups: rank order, creation, and a check against nxtrain's mesh.
 
-NxD groups ranks by the wiring of an instance's chips: strided within a node of trn1 at tp 4, opposite rows together on
-trn2 if tp takes half of the node.
+NxD groups ranks by the interconnect of an instance's chips. On trn1 with tp 4 the groups are strided within a node. On
+trn2, if tp is half of the node, a group joins opposite rows of chips.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Groups = list[list[int]]
 
 
 def rank_order(*, tp: int, pp: int, lnc: int) -> tuple[int, ...]:
-    """Every rank once, in NxD's order of places [pp, dp, tp]; needs the default process group.
+    """Return all ranks in NxD's order of mesh places [pp, dp, tp]; needs torch's default process group.
 
     Args:
-        tp, pp: Degrees; their product divides the world.
+        tp, pp: Tensor and pipeline parallel degrees, whose product divides the world size.
         lnc: Physical cores per logical core.
 
     Raises:
-        BackendError: NxD has no layout for these degrees, or one that is not a grid.
+        BackendError: NxD has no groups for these degrees, or its groups do not form a grid.
     """
     try:
         of_nxd = initialize_model_parallel(
@@ -52,19 +52,22 @@ def rank_order(*, tp: int, pp: int, lnc: int) -> tuple[int, ...]:
     world = dist.get_world_size()
     order = tuple(chain.from_iterable(of_nxd.tp_groups))
     if sorted(order) != list(range(world)):
-        raise BackendError(f"NeuronX Distributed's tensor parallel groups share ranks or lack some: {of_nxd.tp_groups}")
+        raise BackendError(
+            f"NeuronX Distributed's tensor parallel groups do not have every rank exactly once: {of_nxd.tp_groups}; "
+            "use another parallel.tp, or backend.layers=native"
+        )
     mesh = Mesh.build(world, dist.get_rank(), tp=tp, pp=pp, order=order)
     _compare(mesh, {"tp": of_nxd.tp_groups, "dp": of_nxd.dp_groups, "pp": of_nxd.pp_groups})
     return order
 
 
 def initialize(mesh: Mesh, *, lnc: int, meets: bool = True) -> None:
-    """Make NxD's process groups, once, and check them against a mesh.
+    """Create NxD's process groups once, and check that they equal the groups of a mesh.
 
     Args:
-        mesh: The axes of this rank.
+        mesh: Mesh with the axes of this rank.
         lnc: Physical cores per logical core.
-        meets: All ranks exist, and run NxD's initial all-reduce.
+        meets: All ranks of the world exist, and take part in NxD's initial all-reduce.
 
     Raises:
         BackendError: The groups differ from those of the mesh.
@@ -85,16 +88,16 @@ def initialize(mesh: Mesh, *, lnc: int, meets: bool = True) -> None:
 
 
 def sums_over_dp(mesh: Mesh) -> bool:
-    """True if NxD sums gradients over the data parallel ranks; NxD's groups must have been made.
+    """True if NxD's gradient all-reduce covers exactly the data parallel ranks; call after `initialize`.
 
-    NxD sums over the groups of expert parallelism. Without experts they equal the data parallel groups, except on a
-    trn2 with an order by rows of chips: there they are ascending, and join ranks that hold different shards.
+    NxD sums gradients over its expert data parallel groups. Without experts these equal the data parallel groups. On a
+    trn2 with ranks ordered by rows of chips they do not: they are ascending, and join ranks with different shards.
     """
     return _agree(mesh.dp, get_expert_data_parallel_replica_groups())
 
 
 def forget() -> None:
-    """Drop NxD's process groups, so that another run in this process can make its own."""
+    """Destroy NxD's process groups, so that another run in this process can create its own."""
     destroy_model_parallel()
 
 
@@ -103,7 +106,7 @@ def _compare(mesh: Mesh, of_nxd: dict[str, Groups]) -> None:
         axis: Axis = mesh.over(name)
         if not _agree(axis, theirs):
             raise BackendError(
-                f"NeuronX Distributed groups ranks over {name} as {_some(theirs)}, this run as {_some(axis.groups)}; "
+                f"NeuronX Distributed has the {name} groups {_some(theirs)}, but this run has {_some(axis.groups)}; "
                 "use backend.layers=native"
             )
 

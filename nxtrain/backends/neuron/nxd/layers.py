@@ -1,9 +1,9 @@
-"""NeuronX Distributed's parallel layers under the conventions of the native ones.
+"""NeuronX Distributed's parallel layers, with the parameter names and shards of nxtrain's native layers.
 
-Names, local shapes and `ShardSpec`s are those of the native layers, so that either set reads the other's weights. The
-computation is NxD's own code. Settings that NxD computes wrong are not used. NxD loses the sum of a column layer's
-input gradient if `reduce_dtype` is not the type of the activations. Its embedding supports float32 and bfloat16 only,
-and does not reduce any sequence dimension but 0.
+Names, local shapes and `ShardSpec`s equal the native layers', so both layer sets load each other's weights. NxD's code
+does the computation. Settings that NxD computes wrong are not used. NxD skips the all-reduce of a column layer's input
+gradient if `reduce_dtype` is not the type of the activations. NxD's embedding supports float32 and bfloat16 only, and
+reduces sequence dimension 0 only.
 
 Shapes: S sequence, B batch, I inputs, O outputs; S/tp under sequence parallelism, else S.
 """
@@ -21,24 +21,27 @@ from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import Init, Segment, ShardSpec
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""Types that NxD's embedding keeps."""
+"""Types that NxD's embedding supports; other types become bfloat16."""
 
 
 class NxdLayers(LayerSet):
-    """Column, row and embedding layers of NxD; NxD's groups must have been made.
+    """Layer set with NxD's column, row and embedding layers; NxD's process groups must exist.
 
     Args:
-        native: nxtrain's own layers, which make experts and the head: NxD's cross entropy counts ignored targets and
-            overwrites the logits.
+        native: nxtrain's own layers, which build the experts and the output head. NxD's cross entropy is not used,
+            since it counts ignored targets and overwrites the logits.
         dtype: Type of the weights.
 
     Raises:
-        BackendError: NxD's embedding does not keep the type.
+        BackendError: NxD's embedding does not support the type.
     """
 
     def __init__(self, native: LayerSet, dtype: torch.dtype) -> None:
         if dtype not in DTYPES:
-            raise BackendError(f"NeuronX Distributed's embedding turns {dtype} into torch.bfloat16; use fp32 or bf16")
+            raise BackendError(
+                f"NeuronX Distributed's embedding would convert {dtype} to torch.bfloat16; use precision.params=fp32 "
+                "or bf16, or backend.layers=native"
+            )
         self.tp, self.sequence_parallel = native.tp, native.sequence_parallel
         self._native, self._dtype = native, dtype
 
@@ -65,12 +68,12 @@ class NxdLayers(LayerSet):
 
 
 class NxdColumn(ColumnParallelLinear):  # type: ignore[misc]
-    """Linear layer whose outputs are sharded over tp; fused when it has several segments.
+    """NxD column parallel linear layer: outputs sharded over tp, and one fused matrix for several segments.
 
     Args:
         spec: Sharding of the weight.
         tp: Tensor parallel axis.
-        dtype: Type of the weight and of every sum over ranks.
+        dtype: Type of the weight and of all-reduces.
         sequence_parallel: The input is sharded along the sequence.
         bias: The layer has a bias.
     """
@@ -91,17 +94,17 @@ class NxdColumn(ColumnParallelLinear):  # type: ignore[misc]
         self.split_sizes = tuple(piece.local_length for piece in spec.pieces(tp))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(S/tp, B, I) to (S, B, O/tp), the segments one after the other, `split_sizes` wide."""
+        """Multiply (S/tp, B, I) by the weight: (S, B, O/tp), with segments of widths `split_sizes` side by side."""
         return _contiguous_gradient(super().forward(x.contiguous()))
 
 
 class NxdRow(RowParallelLinear):  # type: ignore[misc]
-    """Linear layer whose inputs are sharded over tp.
+    """NxD row parallel linear layer: inputs sharded over tp, outputs summed over tp.
 
     Args:
         spec: Sharding of the weight.
         tp: Tensor parallel axis.
-        dtype: Type of the weight and of every sum over ranks.
+        dtype: Type of the weight and of all-reduces.
         sequence_parallel: The output is sharded along the sequence.
     """
 
@@ -120,17 +123,17 @@ class NxdRow(RowParallelLinear):  # type: ignore[misc]
         self.specs = {"weight": spec}
 
     def forward(self, x: Tensor) -> Tensor:
-        """(S, B, I/tp) to (S/tp, B, O)."""
+        """Multiply (S, B, I/tp) by the weight: (S/tp, B, O)."""
         return _contiguous_gradient(super().forward(x.contiguous()))
 
 
 class NxdEmbedding(ParallelEmbedding):  # type: ignore[misc]
-    """Vocabulary embedding, its rows sharded over tp; rows past the vocabulary are zero.
+    """NxD vocabulary embedding with rows sharded over tp; padding rows past the vocabulary are zero.
 
     Args:
         spec: Sharding of the weight.
         tp: Tensor parallel axis.
-        dtype: Type of the weight and of the sum over ranks.
+        dtype: Type of the weight and of the all-reduce.
         sequence_parallel: The output is sharded along the sequence.
     """
 
@@ -146,16 +149,16 @@ class NxdEmbedding(ParallelEmbedding):  # type: ignore[misc]
         self.rank_util = _RankOnDevice(tp.rank)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(S, B) integers to (S/tp, B, D)."""
+        """Embed token ids (S, B) as (S/tp, B, D)."""
         # Under sequence parallelism, NxD's embedding takes the batch first, and returns it second.
         return _contiguous_gradient(super().forward(tokens.t() if self.sequence_parallel_enabled else tokens))
 
 
 class _RankOnDevice(nn.Module):
-    """Rank of an embedding as a tensor, not a number, so that all ranks record the same graph.
+    """Tensor parallel rank of an embedding as a device tensor, so that all ranks record the same graph.
 
     Args:
-        rank: Position among the tensor parallel ranks.
+        rank: Tensor parallel rank of this process.
     """
 
     def __init__(self, rank: int) -> None:
@@ -165,16 +168,16 @@ class _RankOnDevice(nn.Module):
         self.register_buffer("rank", torch.empty(2, dtype=torch.int64), persistent=False)
 
     def host_buffers(self) -> dict[str, Tensor]:
-        """Values of the buffers, computed on the host."""
+        """Values of the module's buffers, computed on the host."""
         return {"rank": torch.tensor([self._rank, -1])}  # torch-xla folds a tensor of a single number into a constant
 
     def get_rank(self) -> Tensor:
-        """() integer."""
+        """Return the tensor parallel rank as a () int64 tensor."""
         return self.rank[0]
 
 
 def _contiguous_gradient(x: Tensor) -> Tensor:
-    """Return `x`, with its gradient made contiguous, since NxD views the gradient in another shape and sends it."""
+    """Return `x` with a hook that makes its gradient contiguous, since NxD reshapes gradients by views."""
     if x.requires_grad:
         x.register_hook(Tensor.contiguous)
     return x

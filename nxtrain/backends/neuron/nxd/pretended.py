@@ -1,4 +1,4 @@
-"""NeuronX Distributed for a pretended rank, whose graphs can be traced on any machine with the package."""
+"""NeuronX Distributed for one rank of a simulated world, to trace graphs on any machine with the package."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from nxtrain.common.machines import Machine
 
 
 def load(instance: Machine) -> None:
-    """Import the modules of NxD that a run imports, and pretend a kind of instance.
+    """Import NxD's modules, and make NxD simulate an instance type.
 
     Raises:
-        BackendError: NxD cannot be imported, or its platform cannot be replaced. Without their device AWS's packages
-            may fail in any way.
+        BackendError: NxD cannot be imported, or its platform check cannot be replaced. Without a Neuron device, AWS's
+            packages may raise errors of any type.
     """
     try:
         import nxtrain.backends.neuron.nxd.groups
         import nxtrain.backends.neuron.nxd.layers  # noqa: F401
     except Exception as error:
-        raise BackendError(f"neuronx-distributed does not import here: {type(error).__name__}: {error}") from error
+        raise BackendError(f"neuronx-distributed cannot be imported here: {type(error).__name__}: {error}") from error
     _pretend_platform(instance)
 
 
 class PretendedNxd(NxdBinding):
-    """NxD for one rank of a pretended world; only the other ranks and the kind of machine differ from a run.
+    """NxD binding of one rank in a simulated world, without the other ranks and without the Trainium instance.
 
     NxD reads the number of ranks per machine from `LOCAL_WORLD_SIZE`, which must be set before the process starts.
 
     Args:
         device: Device of this rank's tensors.
-        world, rank: Pretended world and rank, 0 <= rank < world.
-        instance: Pretended machine, whose wiring decides NxD's order of ranks.
+        world, rank: Simulated world size and rank, 0 <= rank < world.
+        instance: Simulated instance type, whose interconnect decides NxD's rank order.
 
     Raises:
-        BackendError: The package cannot be imported, or detects its platform in another way than 0.15 to 0.18.
+        BackendError: neuronx-distributed cannot be imported, or its platform check differs from releases 0.15 to 0.18.
     """
 
     _meets = False
@@ -57,10 +57,13 @@ class PretendedNxd(NxdBinding):
 
 
 def _pretend_platform(instance: Machine) -> None:
-    """Make NxD lay out ranks as on an instance, by replacing the function of torch-neuronx that names the platform."""
+    """Make NxD group ranks as on an instance type, by replacing torch-neuronx's platform check."""
     from neuronx_distributed.parallel_layers import parallel_state
 
     names = vars(parallel_state)
     if "get_platform_target" not in names:
-        raise BackendError("neuronx-distributed asks for its platform in a way that nxtrain cannot answer")
+        raise BackendError(
+            "neuronx-distributed has no parallel_state.get_platform_target, which nxtrain replaces to simulate an "
+            "instance; install a release from 0.15 to 0.18"
+        )
     names["get_platform_target"] = lambda: instance.target

@@ -1,7 +1,7 @@
-"""Share of problems that one of k samples solves: pass@k of programs that a model writes.
+"""Metric pass@k of programs that a model writes: the chance that at least one of k samples solves a problem.
 
-Programs run on this machine, by the metric `code_eval` of the Hugging Face hub. The harness refuses the tasks until
-`HF_ALLOW_CODE_EVAL=1` allows that.
+The metric `code_eval` of the Hugging Face hub runs the programs on this machine. The harness refuses the tasks unless
+`HF_ALLOW_CODE_EVAL=1` is set.
 
 Source: Chen et al. 2021 (arXiv:2107.03374) equation 1.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def programs(resps: Sequence[Sequence[str]], docs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Programs to run: the prompt of each problem, continued by each sample."""
+    """Programs to run for each problem: the problem's prompt followed by each sample."""
     continued = []
     for samples, doc in zip(resps, docs, strict=True):
         continued.append([doc["prompt"] + sample for sample in samples])
@@ -22,7 +22,7 @@ def programs(resps: Sequence[Sequence[str]], docs: Sequence[Mapping[str, Any]]) 
 
 
 def pass_at_k(references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int]) -> dict[str, float]:
-    """Estimates of pass@k of one problem, from its test and its programs."""
+    """Estimate pass@k of one problem for each k, by running the problem's test on all of its programs."""
     import evaluate
 
     _, results = evaluate.load("code_eval").compute(references=references, predictions=predictions, k=[1])
@@ -31,7 +31,10 @@ def pass_at_k(references: Sequence[str], predictions: Sequence[Sequence[str]], k
 
 
 def estimate(n: int, c: int, k: int) -> float:
-    """Unbiased estimate of pass@k: chance that k samples, drawn from n without replacement, hold one of c that pass."""
+    """Unbiased estimate of pass@k, if c of n samples pass.
+
+    It is the chance that at least one of k samples passes, drawn from the n without replacement.
+    """
     if n < k:
-        raise ValueError(f"pass@{k} needs {k} samples of each problem, and there are {n}; raise repeats of the task")
+        raise ValueError(f"pass@{k} needs {k} samples of each problem, but there are {n}; raise repeats of the task")
     return 1 - math.comb(n - c, k) / math.comb(n, k)

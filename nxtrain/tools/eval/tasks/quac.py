@@ -1,4 +1,4 @@
-"""Questions of QuAC, and F1 of their answers as its authors count them.
+"""Evaluation task QuAC: its questions, and the F1 score of answers as defined by its authors.
 
 Source: Choi et al. 2018 (arXiv:1808.07036) section 5.1, and their `scorer.py`.
 """
@@ -13,11 +13,14 @@ from statistics import fmean
 from typing import Any
 
 NO_ANSWER = "CANNOTANSWER"  # answer to a question that the section does not answer; each section ends with this word
-LEAST_AGREEMENT = 0.4  # F1 of people among themselves below which a question does not count
+LEAST_AGREEMENT = 0.4  # minimum F1 between human answers; questions below are left out
 
 
 def turns(docs: Any) -> Any:
-    """Questions of dialogues on which people agree, one a row, each with the questions and answers before it."""
+    """Convert dialogues to one row per question, with the questions and answers before it as context.
+
+    Questions on which the human answers disagree are left out.
+    """
     return docs.map(_questions, batched=True, batch_size=100, remove_columns=docs.column_names)
 
 
@@ -28,7 +31,7 @@ def _questions(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
     for title, section, context, questions, answers, own in zip(*(batch[name] for name in names), strict=True):
         dialogue = ""
         for question, texts, answer in zip(questions, answers["texts"], own["texts"], strict=True):
-            # Answers of the majority of people: those with an answer, or those without one.
+            # Human answers of the majority: either all real answers, or one NO_ANSWER.
             answered = [text for text in texts if text != NO_ANSWER]
             majority = answered if 2 * len(answered) > len(texts) else [NO_ANSWER]
             if agreement(majority) >= LEAST_AGREEMENT:
@@ -39,25 +42,25 @@ def _questions(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
 
 
 def score(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """F1 of an answer against the answers of people."""
+    """F1 of a model's answer against the human answers."""
     answer = results[0].strip().partition("\n")[0]
     return {"f1": _without_one(doc["answers"], lambda rest, left: _best(answer, rest or [left]))}
 
 
 def agreement(answers: Sequence[str]) -> float:
-    """F1 of people among themselves: of each answer against the others, in the mean; 1 for a single answer."""
+    """Mean F1 of each human answer against the others; 1 for a single answer."""
     return _without_one(answers, lambda rest, left: _best(left, rest) if rest else 1.0)
 
 
 def f1(answer: str, wanted: str) -> float:
-    """F1 of two answers over their words, without case, punctuation and articles."""
+    """F1 of two answers over their words, ignoring case, punctuation and articles."""
     a, b = _words(answer), _words(wanted)
     same = sum((Counter(a) & Counter(b)).values())
     return 2 * same / (len(a) + len(b)) if same else 0.0
 
 
 def _without_one(answers: Sequence[str], value: Callable[[list[str], str], float]) -> float:
-    """Mean, over the answers, of `value` of the other answers and the answer."""
+    """Mean over the answers of `value(others, answer)`, where `others` are all answers except that one."""
     return fmean(value([*answers[:at], *answers[at + 1 :]], left) for at, left in enumerate(answers))
 
 

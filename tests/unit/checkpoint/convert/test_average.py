@@ -72,7 +72,7 @@ def test_steps_and_the_last_of_a_run_are_chosen(tmp_path: Path) -> None:
     steps = [str(run / "checkpoints" / f"step-{step:08d}") for step in (1, 10)]
     assert [source.name for source in sources_of(steps)] == ["step-00000001", "step-00000010"]
     assert [source.name for source in sources_of([str(run)], 2)] == ["step-00000002", "step-00000010"]
-    with pytest.raises(ConfigError, match="1 checkpoint, and an average is of two or more"):
+    with pytest.raises(ConfigError, match="1 checkpoint, but an average needs two or more"):
         sources_of(steps[:1])
     with pytest.raises(CheckpointError):
         sources_of([str(tmp_path / "absent"), steps[0]])
@@ -99,7 +99,7 @@ def test_the_command_says_which_steps_it_took(tmp_path: Path) -> None:
 def test_a_running_mean_is_a_checkpoint_in_the_type_of_the_weights(tmp_path: Path, dtype: torch.dtype) -> None:
     weights = saved(tmp_path / "run", 4, dtype, kinds=(MODEL,))
     source = tmp_path / "run" / "checkpoints" / "step-00000004"
-    with pytest.raises(CheckpointError, match=r"holds model and no running mean of the weights; .*optim\.ema_decay"):
+    with pytest.raises(CheckpointError, match=r"holds model, but no running mean of the weights; .*optim\.ema_decay"):
         running_mean(source, tmp_path / "none")
     means = {name: weight.float() + 1.0 / 3.0 for name, weight in weights.items()}
     tensors = {TensorShard.whole(name, tuple(x.shape), dtype): x for name, x in weights.items()}

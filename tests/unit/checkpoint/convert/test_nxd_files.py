@@ -216,17 +216,17 @@ def test_weights_alone_are_a_start_at_step_0(tmp_path: Path) -> None:
         ("odd", WIDE, NxdTarget(tp=2), "tp=2 does not divide intermediate_size=89"),
         ("odd", WIDE, NxdTarget(tp=2), "tp=2 does not divide vocab_size=131"),
         ("gqa", WIDE, NxdTarget(tp=3), "tp=3 does not divide num_attention_heads=8"),
-        ("gqa", WIDE, NxdTarget(pp=3), "pp=3 stages for 2 blocks"),
+        ("gqa", WIDE, NxdTarget(pp=3), "pp=3 stages exceed the 2 blocks"),
         ("gqa", WIDE, NxdTarget(tp=8, copies=2, qkv="separate"), "need qkv=grouped or fused"),
         ("gqa", WIDE, NxdTarget(tp=2, copies=4), "4 copies of 4 K/V heads do not divide 8 query heads"),
         (
             "gqa",
             {**WIDE, "compensation": torch.bfloat16},
             NxdTarget(),
-            "kept compensation, which NeuronX Distributed's",
+            "optimizer state compensation, which NeuronX Distributed does not support",
         ),
         ("gqa", {"model": torch.float32}, NxdTarget(), "no exp_avg and exp_avg_sq"),
-        ("gqa", MASTERED, NxdTarget(zero1=False), "masters of narrower weights are kept by ZeRO-1 only"),
+        ("gqa", MASTERED, NxdTarget(zero1=False), "keeps float32 master weights with ZeRO-1 only"),
     ],
 )
 def test_what_nxd_has_no_place_for_is_refused(
@@ -290,19 +290,19 @@ def damage(tag: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("unfinished", "is incomplete: the save of NeuronX Distributed ended before it wrote done"),
-        ("lost", "lacks 1 of 8 files, such as dp_rank_00_tp_rank_05_pp_rank_00.pt"),
+        ("unfinished", "is incomplete: NeuronX Distributed did not write done"),
+        ("lost", "lacks 1 of 8 rank files, such as dp_rank_00_tp_rank_05_pp_rank_00.pt"),
         ("torn", "cannot read .*dp_rank_00_tp_rank_00_pp_rank_00.pt: "),
-        ("experts", "is no rank's file of a Llama; experts are not supported"),
-        ("config", "no config.json in .* or beside it.*--config FILE"),
+        ("experts", "is not a rank file of a Llama model; experts are not supported"),
+        ("config", "no config.json in .* or its parent folder.*--config FILE"),
         ("shape", r"different: .*gate_up_proj.weight is float32 \(24, 64\) instead of float32 \(16, 64\)"),
         ("unknown", "1 unknown to the model: model.layers.0.mlp.router.weight"),
         ("missing", "1 missing: model.norm.weight"),
-        ("copies", "differ between ranks, in the order of trn1 and in that of trn2"),
+        ("copies", "differ between ranks, both in the head order of trn1 and of trn2"),
         ("groups", r"groups of 13, 5 parameters, .*the 14 matrices .*--weights-only"),
-        ("order", r"number \d+ of stage 0 is not the state of .*--weights-only"),
-        ("steps", r"have seen different numbers of updates: \[9, 10\]"),
-        ("sgd", "holds no state of AdamW"),
+        ("order", r"entry \d+ of pipeline stage 0 is not the state of .*--weights-only"),
+        ("steps", r"had different numbers of updates: \[9, 10\]"),
+        ("sgd", "holds no AdamW state"),
         ("dcp", "was saved with use_zero1_dcp.*--weights-only"),
         ("code", "cannot read .*Weights only load failed"),
     ],
@@ -323,7 +323,7 @@ def test_of_norms_that_differ_the_first_is_taken_if_asked_for(tmp_path: Path) ->
     src = saved(tmp_path, "gqa", WIDE)
     tag = nxtrain_to_nxd(src, tmp_path / "nxd", NxdTarget(tp=2), rates=RATES)
     changed(tag / "model/dp_rank_00_tp_rank_01_pp_rank_00.pt", lambda x: x["model.norm.weight"].add_(0.25))
-    words = "copies of model/model.norm.weight differ between ranks, by up to 0.25 .*--first-copy"
+    words = "replicas of model/model.norm.weight differ between ranks, by up to 0.25 .*--first-copy"
     with pytest.raises(CheckpointError, match=words):
         nxd_to_nxtrain(tag, tmp_path / "back")
     nxd_to_nxtrain(tag, tmp_path / "back", first_copy=True)
@@ -336,7 +336,7 @@ def test_of_several_tags_the_last_finished_is_taken(tmp_path: Path) -> None:
     shutil.copytree(tag, tag.with_name("step_20"))
     (tag.with_name("step_20") / "done").unlink()
     assert nxd_to_nxtrain(tmp_path / "nxd", tmp_path / "back").step == 10
-    with pytest.raises(CheckpointError, match="holds no finished checkpoint of NeuronX Distributed"):
+    with pytest.raises(CheckpointError, match="contains no finished checkpoint of NeuronX Distributed"):
         nxd_to_nxtrain(tmp_path, tmp_path / "again")
 
 
@@ -351,5 +351,5 @@ def test_a_folder_of_somebody_elses_is_not_written_over(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_files_is_refused_as_such(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no file such as dp_rank_"):
+    with pytest.raises(CheckpointError, match="holds no rank file, such as dp_rank_"):
         Grid.of(tmp_path)

@@ -74,7 +74,7 @@ def test_a_changed_export_is_refused_however_small_its_scores_are(
     """None of the changes moves a score by 0.25, which a fixed bound for bfloat16 must allow."""
     checkpoint, export = exported(tmp_path, "gqa", dtype, std=0.04)
     change(export, act)
-    with pytest.raises(CheckpointError, match=r"differ from ours by .*; do not use it"):
+    with pytest.raises(CheckpointError, match=r"differ from ours by .*; do not use"):
         verify_export(checkpoint, export, CpuBackend())
     for name in ("EXACT", "ROUNDING", "WORST_ROUNDING"):
         monkeypatch.setattr(verification, name, 1e9)

@@ -30,7 +30,7 @@ LATE = (
 def test_a_connection_that_ended_is_a_peer_that_is_gone(line: str) -> None:
     with pytest.raises(LostPeerError) as lost, blaming(PEER):
         raise RuntimeError(f"{line}\nand more")
-    assert str(lost.value).startswith(f"{PEER.words} is gone: {line}. It died")
+    assert str(lost.value).startswith(f"{PEER.words} is gone: {line}. Its process crashed")
     assert lost.value.peer == 7
 
 
@@ -58,7 +58,7 @@ def test_a_loss_is_found_behind_what_it_caused() -> None:
     result = loss(outer)
     assert isinstance(result, LostPeerError)
     assert result.peer is None
-    assert str(result).startswith("a rank that this one works with is gone: ")
+    assert str(result).startswith("another rank of this rank's process group is gone: ")
 
 
 def test_words_are_left_at_once_after_none_were_found() -> None:

@@ -48,7 +48,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_node(
     nodes = f" on node{'s' * (len(absent) > 1)} {named}" if local_world == 1 else ""
     for text in refusals(3, present):
         assert text.startswith(
-            f"{said} did not come within recovery.hang_timeout_s=0.2 seconds: {named}{nodes}. See what these say"
+            f"{said} did not come within recovery.hang_timeout_s=0.2 seconds: {named}{nodes}. See the logs of"
         )
 
 

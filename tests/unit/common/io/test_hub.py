@@ -217,7 +217,7 @@ def test_a_disk_that_fills_up_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch
         raise OSError(number, "no room")
 
     monkeypatch.setattr("huggingface_hub.file_download.http_get", full)
-    with pytest.raises(StorageError, match=r"the disk is full while acme/tiny@.* comes.*HF_HOME"):
+    with pytest.raises(StorageError, match=r"the disk is full while acme/tiny@.* downloads.*HF_HOME"):
         name.fetch(sizes)
 
 

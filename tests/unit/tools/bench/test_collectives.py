@@ -43,8 +43,8 @@ def test_small_tensors_are_repeated_and_great_ones_not_only_once() -> None:
 @pytest.mark.parametrize(
     ("job", "message"),
     [
-        (CollectivesJob(2, [4, 0]), "0: sizes are KiB that 2 ranks can share"),
-        (CollectivesJob(6, [4]), "4: sizes are KiB that 6 ranks can share"),
+        (CollectivesJob(2, [4, 0]), "0: each size in KiB must divide evenly into 2 ranks"),
+        (CollectivesJob(6, [4]), "4: each size in KiB must divide evenly into 6 ranks"),
         (CollectivesJob(2, []), "no size"),
         (CollectivesJob(3, [3]), "3 ranks are an odd number"),
     ],

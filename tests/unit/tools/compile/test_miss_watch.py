@@ -157,7 +157,7 @@ def compiled(folder: Path) -> None:
 @pytest.mark.usefixtures("neuron")
 def test_a_run_that_must_not_compile_needs_its_manifest_and_its_graphs(tmp_path: Path) -> None:
     stops = run(tmp_path, "compile.on_miss=stop")
-    with pytest.raises(BackendError, match=r"on_miss=stop, but there is no .*; write it with: nxtrain compile CONFIG"):
+    with pytest.raises(BackendError, match=r"on_miss=stop, but there is no .*; to write the manifest: nxtrain compile"):
         watch_misses(stops, {}).__enter__()
     compiled(tmp_path)
     with pytest.raises(BackendError, match="lacks 1 of the 1 graphs of tiny_cpu") as raised:
@@ -182,7 +182,7 @@ def test_a_machine_of_some_stages_needs_the_graphs_of_these_only(tmp_path: Path)
         pass
     words = (
         r"there is no .*/manifest\.stages-1\.json, the manifest of a machine that holds pipeline stage 1 of 2, but "
-        r".*/manifest\.stages-0\.json; write it with"
+        r".*/manifest\.stages-0\.json; to write the manifest:"
     )
     with pytest.raises(BackendError, match=words):
         watch_misses(stops, last).__enter__()

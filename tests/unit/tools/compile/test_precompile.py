@@ -98,7 +98,7 @@ def test_without_the_tool_it_says_where_it_comes_from(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("backend", ["cpu", "xla"])
 def test_other_devices_compile_nothing_beforehand(backend: str) -> None:
     err = commands.errors_of("compile", TINY, f"backend.name={backend}", code=2)
-    assert f"{backend} compiles no graphs beforehand" in err
+    assert f"{backend} has no graphs that are compiled before a run" in err
 
 
 @pytest.mark.parametrize("text", ["no JSON", '{"version": 0}'])

@@ -100,11 +100,11 @@ def test_an_entry_that_changes_while_it_is_read_is_not_taken(
         return look(of)
 
     monkeypatch.setattr(node, "entry", touch_and_look)
-    with pytest.raises(UnusableEntryError, match="changed while it was read"):
+    with pytest.raises(UnusableEntryError, match="changed while it was copied"):
         node.fetch(key(1), target)
     monkeypatch.undo()
     (folder / DONE).unlink()
-    with pytest.raises(UnusableEntryError, match="taken away while it was read"):
+    with pytest.raises(UnusableEntryError, match="removed while it was copied"):
         node.fetch(key(1), target)
 
 

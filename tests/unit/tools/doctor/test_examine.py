@@ -100,7 +100,11 @@ def orphan(machine: Machine) -> None:
 
 SICKNESSES: dict[str, tuple[Callable[[Machine], object], str, str]] = {
     "chips": (lambda m: m.program("neuron-ls", sick_machine.neuron_ls(14)), "devices", "14 of 16 .* missing: 14, 15"),
-    "driver hangs": (lambda m: m.program("neuron-ls", "no driver", 1), "devices", "neuron-ls ended with 1: no driver"),
+    "driver hangs": (
+        lambda m: m.program("neuron-ls", "no driver", 1),
+        "devices",
+        "neuron-ls ended with exit code 1: no driver",
+    ),
     "other form": (lambda m: m.program("neuron-ls", "{}"), "devices", "no list of devices"),
     "orphan": (
         orphan,
@@ -123,7 +127,11 @@ SICKNESSES: dict[str, tuple[Callable[[Machine], object], str, str]] = {
     "no source": (lambda m: m.program("chronyc", NORMAL.format("0.0", "Not synchronised")), "clock", "no time source"),
     "chronyd": (lambda m: m.program("chronyc", "506 Cannot talk to daemon", 1), "clock", "Cannot talk to daemon"),
     "slow": (lambda m: m.program("nccom-test", sick_machine.NCCOM.replace("78.80", "0.90")), "loopback", "of 206 GB/s"),
-    "links": (lambda m: m.program("nccom-test", "timeout", 1), "loopback", "nccom-test ended with 1: timeout"),
+    "links": (
+        lambda m: m.program("nccom-test", "timeout", 1),
+        "loopback",
+        "nccom-test ended with exit code 1: timeout",
+    ),
 }
 """Faults: the change of a healthy machine, the check that finds it, and a pattern of its text."""
 
@@ -302,9 +310,9 @@ def test_gpus_with_efa_whose_collectives_go_through_tcp_are_a_fault(
 
 
 def test_a_rank_that_is_none_of_the_machines_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--rank 3 is none of --world 3"):
+    with pytest.raises(ConfigError, match="--rank 3 is too high for --world 3"):
         world_of("n1", 3, 3)
-    with pytest.raises(ConfigError, match="'x' is no port"):
+    with pytest.raises(ConfigError, match="'x' is not a port"):
         world_of("n1:x", 0, 3)
     code, out, err = in_process("doctor", "--first-node", "n1")
     assert (code, out, "add --collectives" in err.replace("\n", " ")) == (2, "", True)

@@ -24,7 +24,7 @@ LLAMA2 = ("model.preset=llama2-7b", "train.seq_len=4096", "parallel.tp=8", "prec
 READ, UNREAD = (Package("neuronx-distributed", version) for version in ("0.18.31415", "0.19.1"))
 PLACEHOLDER = Package("neuronx-distributed", "0.1", placeholder=True)
 NAME = StandIn("backend.name", "neuron", "neuron", "its device is not here, and graphs need none")
-FLASH = "flash on trn2.48xlarge, by NKI's kernel of neuronx-distributed {}, Neuron SDK {}; NKI kernels are traced by"
+FLASH = "flash on trn2.48xlarge, by NKI's kernel of neuronx-distributed {}, Neuron SDK {}; only AWS's compiler can"
 
 
 def chosen(

@@ -42,8 +42,8 @@ def test_recomputation_and_documents_change_no_event_and_json_has_all() -> None:
     ("overrides", "words"),
     [
         ((), "parallel.shard"),
-        (("parallel.shard=zero1", "parallel.dp=2"), "zero1 over 2 ranks gathers no units"),
-        (("parallel.shard=full", "parallel.dp=1"), "full over 1 ranks gathers no units"),
+        (("parallel.shard=zero1", "parallel.dp=2"), "zero1 over 2 ranks gathers no FSDP units"),
+        (("parallel.shard=full", "parallel.dp=1"), "full over 1 ranks gathers no FSDP units"),
         (("parallel.shard=full", "parallel.dp=2", "parallel.pp=2"), "parallel.pp"),
     ],
 )
