@@ -1,12 +1,13 @@
 """Rules on keys that another choice leaves without effect: such a key is refused, unless it has its default.
 
-Keys about a device are no part of this, since one file serves several devices. Neither are levels and lengths that stay
-in a file while an interval of 0 or another schedule on the command line leaves them out for once.
+Keys about a device, the layout of ranks, and the speed of a run are accepted. One file serves several devices, and an
+override may choose a smaller layout. Levels and lengths are accepted, too. They may stay in a file while an override
+chooses an interval of 0 or another schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,54 +22,26 @@ class Reader:
     """Choice that reads some keys.
 
     Args:
-        keys: Keys without effect under other choices.
+        keys: Keys without effect under other values of the choice.
         choice: Key of the choice.
-        reads: True for values of the choice that read the keys.
-        way_out: Text of such values.
+        values: Values of the choice that read the keys.
     """
 
     keys: tuple[str, ...]
     choice: str
-    reads: Callable[[Any], bool]
-    way_out: str
-
-
-def _one_of(*values: object) -> Callable[[Any], bool]:
-    return lambda value: value in values
+    values: tuple[str, ...]
 
 
 READERS = (
-    Reader(
-        tuple(f"finetune.{key}" for key in ADAPTER_KEYS),
-        "finetune.method",
-        _one_of("lora", "qlora"),
-        "finetune.method=lora or qlora",
-    ),
-    Reader(("finetune.beta",), "finetune.objective", _one_of("dpo", "kto"), "finetune.objective=dpo or kto"),
-    Reader(("finetune.label_smoothing",), "finetune.objective", _one_of("dpo"), "finetune.objective=dpo"),
-    Reader(("finetune.orpo_lambda",), "finetune.objective", _one_of("orpo"), "finetune.objective=orpo"),
-    Reader(
-        ("finetune.desirable_weight", "finetune.undesirable_weight"),
-        "finetune.objective",
-        _one_of("kto"),
-        "finetune.objective=kto",
-    ),
-    Reader(
-        ("finetune.pairs_per_row",),
-        "finetune.objective",
-        _one_of("dpo", "orpo", "kto"),
-        "finetune.objective=dpo, orpo or kto",
-    ),
-    Reader(("model.moe_capacity_factor",), "model.moe_dispatch", _one_of("capacity"), "model.moe_dispatch=capacity"),
-    Reader(("model.moe_z_loss",), "finetune.objective", _one_of("sft"), "finetune.objective=sft"),
-    Reader(("optim.decay_shape",), "optim.schedule", _one_of("wsd"), "optim.schedule=wsd"),
-    Reader(
-        ("parallel.cp_layout", "parallel.cp_method"), "parallel.cp", lambda cp: bool(cp > 1), "parallel.cp=2 or more"
-    ),
-    Reader(("backend.rounding",), "precision.update", _one_of("bf16_stochastic"), "precision.update=bf16_stochastic"),
-    Reader(("data.workers", "data.worker_restarts"), "data.source", _one_of("arrow"), "data.source=arrow"),
-    Reader(("data.worker_restarts",), "data.workers", bool, "data.workers=1 or more"),
-    Reader(("metrics.profile_ranks",), "metrics.profile_steps", bool, "metrics.profile_steps=[FIRST, LAST]"),
+    Reader(tuple(f"finetune.{key}" for key in ADAPTER_KEYS), "finetune.method", ("lora", "qlora")),
+    Reader(("finetune.beta",), "finetune.objective", ("dpo", "kto")),
+    Reader(("finetune.label_smoothing",), "finetune.objective", ("dpo",)),
+    Reader(("finetune.orpo_lambda",), "finetune.objective", ("orpo",)),
+    Reader(("finetune.desirable_weight", "finetune.undesirable_weight"), "finetune.objective", ("kto",)),
+    Reader(("finetune.pairs_per_row",), "finetune.objective", ("dpo", "orpo", "kto")),
+    Reader(("model.moe_capacity_factor",), "model.moe_dispatch", ("capacity",)),
+    Reader(("model.moe_z_loss",), "finetune.objective", ("sft",)),
+    Reader(("optim.decay_shape",), "optim.schedule", ("wsd",)),
 )
 """Keys that depend on another key; `nxtrain.config.check` and its neighbours have those with further conditions."""
 
@@ -76,22 +49,19 @@ READERS = (
 def idle_keys(config: RunConfig) -> Iterator[Problem]:
     """Problems of keys that differ from their defaults, and that nothing reads."""
     for reader in READERS:
-        choice = _at(config, reader.choice)
-        if reader.reads(choice):
+        choice, _ = _value_and_default(config, reader.choice)
+        if choice in reader.values:
             continue
         for key in reader.keys:
-            value, default = _at(config, key), _default(config, key)
+            value, default = _value_and_default(config, key)
             if value == default:
                 continue
             reason = f"{toml_value(value)} has no effect with {reader.choice}={toml_value(choice)}"
-            yield Problem(key, reason, hint=f"use {toml_value(default)}, or {reader.way_out}")
+            hint = f"use {toml_value(default)}, or {reader.choice}={' or '.join(reader.values)}"
+            yield Problem(key, reason, hint=hint)
 
 
-def _at(config: RunConfig, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
-
-
-def _default(config: RunConfig, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return type(getattr(config, section)).model_fields[name].default
+def _value_and_default(config: RunConfig, key: str) -> tuple[Any, Any]:
+    section_name, _, name = key.partition(".")
+    section = getattr(config, section_name)
+    return getattr(section, name), type(section).model_fields[name].default

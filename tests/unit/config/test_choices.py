@@ -36,8 +36,6 @@ IDLE: dict[str, tuple[str, tuple[str, ...]]] = {
     "parallel.virtual_pp": ("2", ()),
     "parallel.schedule": ("zero_bubble", ()),
     "parallel.pipeline_cuts": ("[1]", ()),
-    "parallel.cp_layout": ("striped", ()),
-    "parallel.cp_method": ("gather", ()),
     "parallel.ep": ("2", ()),
     "parallel.async_tp": ("true", ()),
     "parallel.shard_size": ("2", ("parallel.dp=2",)),
@@ -60,11 +58,7 @@ IDLE: dict[str, tuple[str, tuple[str, ...]]] = {
     "data.weights": ("[1.0]", ()),
     "data.teacher_k": ("4", ()),
     "data.teacher_weight": ("0.5", ()),
-    "data.workers": ("1", ()),
-    "data.worker_restarts": ("1", (*ARROW, "data.workers=0")),
     "data.validation_path": ("v.arrow", ()),
-    "backend.rounding": ("software", ()),
-    "metrics.profile_ranks": ("[1]", ()),
 }
 """Keys that depend on another choice: a value, and overrides under which nothing reads the key."""
 
@@ -89,9 +83,12 @@ ALWAYS = {
 
 STAYING = {
     "a device reads it, and one file serves several": {
-        "backend": "layers attention experts cpu_transport in_flight",
+        "backend": "layers attention experts rounding cpu_transport in_flight",
         "compile": "cache_dir optlevel max_recompiles manifest on_miss",
-        "metrics": "step_sections",
+        "metrics": "step_sections profile_ranks",
+    },
+    "it is about the speed of reading, and another source may replace this one": {
+        "data": "workers worker_restarts",
     },
     "it permits something": {
         "backend": "allow_unverified",
@@ -111,7 +108,7 @@ STAYING = {
     },
     "it is a size, a type or a form of tensors, which a layout may lack": {
         "model": "fused_qkv fused_gate_up",
-        "parallel": "sequence_parallel bucket_mib",
+        "parallel": "sequence_parallel cp_layout cp_method bucket_mib",
         "precision": "accumulate reduce",
         "train": "loss_chunk_mib",
     },
