@@ -153,12 +153,12 @@ class PairSamples(Samples):
 
     def describe(self) -> str:
         """Amount of the data, as text."""
-        amount = f"{self.num_pairs:,} {self._noun}s in {self.num_rows:,} rows"
+        amount = f"{self.num_pairs:,} {self._noun}s"
         if self.labelled:
-            amount += f", of which {int(self._is_desirable[self._pairs].sum()):,} are desirable"
+            amount += f", of which {int(self._is_desirable[self._pairs].sum()):,} are desirable,"
         if self.num_long:
-            amount += f", without {self.num_long:,} {self._noun}s that are longer than a row,"
-        return amount
+            amount += f" without {self.num_long:,} that are longer than a row,"
+        return f"{amount} in {self.num_rows:,} rows"
 
     def _pieces(self, row: int) -> slice:
         return slice(int(self._first[row]), int(self._first[row + 1]))

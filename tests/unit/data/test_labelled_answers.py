@@ -133,9 +133,8 @@ def test_ranks_share_whole_answers_with_their_labels_and_references(dp: int, mic
     prepare(write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "out.arrow", tokenizer)
     corpus = PreparedCorpus(tmp_path / "out.arrow")
     samples = PairSamples(corpus, seq_len=60, vocab_size=VOCABULARY, pairs_per_row=3)
-    assert f"40 answers in {samples.num_rows} rows, of which {sum(row['label'] for row in rows)} are" in (
-        samples.describe()
-    )
+    num_desirable = sum(row["label"] for row in rows)
+    assert samples.describe() == f"40 answers, of which {num_desirable} are desirable, in {samples.num_rows} rows"
     reference = np.arange(2 * len(corpus), dtype=np.float32).reshape(2, -1)
     samples = samples.with_reference(reference)
     seen: list[int] = []

@@ -202,6 +202,8 @@ def test_rows_hold_every_pair_whole_and_once(seed: int, tmp_path: Path) -> None:
     lengths = [len(documents[2 * pair][0]) + len(documents[2 * pair + 1][0]) for pair in range(40)]
     fitting = [pair for pair, length in enumerate(lengths) if length <= samples.seq_len + 1]
     assert (samples.num_pairs, samples.num_long) == (len(fitting), 40 - len(fitting))
+    left_out = f" without {samples.num_long} that are longer than a row," if samples.num_long else ""
+    assert samples.describe() == f"{samples.num_pairs} pairs{left_out} in {samples.num_rows} rows"
     indices, seen = np.arange(samples.num_rows), []
     for row, padded in zip(samples.rows(indices), samples.answers(indices), strict=True):
         tokens = row[row != IGNORE_INDEX]
