@@ -121,6 +121,10 @@ class Fields:
             return (*filter(None, [self.prompt]), *self.values)
         return (self.prompt, self.text) if self.prompt else (self.text,)
 
+    def option(self, name: str) -> str:
+        """Option of the command that names a field."""
+        return "--prompt" if self.prompt and name == self.prompt else "--field"
+
     def rows(self, values: Sequence[Any], row: int, offset: int) -> Iterator[SourceRow]:
         """Convert the field values of one source row to documents.
 
@@ -395,10 +399,10 @@ def _json_values(line: bytes, fields: Fields) -> list[Any]:
         return [record.get(field) for field in fields.names]
     if fields.chat:
         return [record.get(fields.text)]
-    return [_json_text(record, field) for field in fields.names]
+    return [_json_text(record, field, fields.option(field)) for field in fields.names]
 
 
-def _json_text(record: dict[str, Any], field: str) -> bytes:
+def _json_text(record: dict[str, Any], field: str, option: str) -> bytes:
     text = record.get(field)
     if isinstance(text, str):
         try:
@@ -408,7 +412,7 @@ def _json_text(record: dict[str, Any], field: str) -> bytes:
             raise BadRowError(INVALID_UTF8, detail) from None
     if text is None:
         fields = ", ".join(sorted(map(str, record))[:8]) or "none"
-        raise BadRowError(MISSING_FIELD, f'no "{field}"; fields: {fields}; choose one with --field')
+        raise BadRowError(MISSING_FIELD, f'no "{field}"; fields: {fields}; choose one with {option}')
     raise BadRowError(WRONG_TYPE, f'"{field}" is {_kind(text)}, not a string')
 
 

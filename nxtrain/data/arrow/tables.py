@@ -160,7 +160,7 @@ def _field_defect(schema: pa.Schema, fields: Fields) -> tuple[str, str] | None:
 def _column_defect(schema: pa.Schema, field: str, fields: Fields) -> tuple[str, str] | None:
     if schema.get_field_index(field) < 0:
         names = ", ".join(schema.names[:8]) or "none"
-        return MISSING_FIELD, f'no column "{field}"; columns: {names}; choose one with --field'
+        return MISSING_FIELD, f'no column "{field}"; columns: {names}; choose one with {fields.option(field)}'
     kind = schema.field(field).type
     if fields.answers is not None and (_holds_turns(kind) or pa.types.is_boolean(kind)):
         return None

@@ -173,8 +173,12 @@ def test_what_cannot_be_is_refused_and_bad_rows_are_named(tmp_path: Path) -> Non
     pq.write_table(pa.table({"a": ["x", "y"], "q": ["p", None]}), tmp_path / "c.parquet")
     prepare_rows(tmp_path / "c.parquet", on_bad="skip", restart=True)
     assert len(PreparedCorpus(tmp_path / "o.arrow")) == 1
-    with pytest.raises(DataError, match=r'no column "z"'):
-        prepare_rows(tmp_path / "c.parquet", prompt="z", restart=True)
+    (tmp_path / "d.jsonl").write_text('{"a": "x", "q": "p"}')
+    for source in (tmp_path / "c.parquet", tmp_path / "d.jsonl"):
+        with pytest.raises(DataError, match=r'no (column )?"z"; .*; choose one with --prompt'):
+            prepare_rows(source, prompt="z", restart=True)
+        with pytest.raises(DataError, match=r'no (column )?"z"; .*; choose one with --field'):
+            prepare_rows(source, field="z", restart=True)
 
 
 def test_another_prompt_is_another_corpus(tmp_path: Path) -> None:
