@@ -16,7 +16,7 @@ from nxtrain.config import check
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.tables import toml_value
-from tests.support import commands
+from tests.support import TINY, commands
 
 REST = "bucket/run"
 OTHERS = (
@@ -182,3 +182,11 @@ def test_an_address_of_the_hub_names_a_repository(tmp_path: Path, name: str) -> 
     (result,) = problems(tmp_path, f"model.hf={name}")
     assert result.key == "model.hf"
     assert "names no repository" in result.reason
+
+
+@pytest.mark.parametrize("key", ["run.dir", "data.cache_dir", "compile.cache_dir", "compile.manifest"])
+def test_an_empty_path_is_not_the_working_directory(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key} \(override\): \"\": names no path; leave the key out") as refused:
+        load(TINY, [f"{key}="])
+    assert len(refused.value.problems) == 1
+    load(TINY, [f"{key}=."])
