@@ -160,8 +160,9 @@ def _text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
     except OSError as error:
-        names = [p.name for p in sorted(path.parent.glob("*.toml")) if p.is_file()]
-        close = get_close_matches(path.name, names, n=1)
+        folder = path if path.is_dir() else path.parent
+        names = [p.name for p in sorted(folder.glob("*.toml")) if p.is_file()]
+        close = [] if path.is_dir() else get_close_matches(path.name, names, n=1)
         hint = ""
         if close:
             hint = f"did you mean {path.parent / close[0]}?"

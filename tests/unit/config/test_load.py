@@ -192,6 +192,15 @@ def test_a_missing_file_is_named_with_the_nearest_one(tmp_path: Path) -> None:
     assert problems_of(tmp_path / "zzz")[""].hint == "found there: tiny_cpu.toml"
 
 
+def test_the_files_of_a_folder_in_place_of_a_file_are_named(tmp_path: Path) -> None:
+    """A run folder is such a one."""
+    write(tmp_path / "run.toml", "")
+    (tmp_path / "run").mkdir()
+    assert problems_of(tmp_path / "run")[""].hint == ""
+    write(tmp_path / "run" / "config.toml", "")
+    assert problems_of(tmp_path / "run")[""].hint == "found there: config.toml"
+
+
 LONG = {
     "keys": "[train]\n" + "".join(f"stepz{n} = {n}\n" for n in range(20_000)),
     "tables": "".join(f"[t{n}]\na = {n}\n" for n in range(20_000)),
