@@ -89,6 +89,8 @@ def _explain(model: type[BaseModel], detail: ErrorDetails, path: list[str], pref
     kind, value = detail["type"], detail["input"]
     if kind == "extra_forbidden":
         return "unknown key", _unknown(model, path, prefix)
+    if kind == "missing" and isinstance(value, list):
+        return f"{_shown(value)}: entry {int(detail['loc'][-1]) + 1} of the list is missing", ""
     if kind == "missing":
         return "missing, and has no default", ""
     if kind == "literal_error":

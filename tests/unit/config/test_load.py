@@ -201,6 +201,10 @@ def test_the_files_of_a_folder_in_place_of_a_file_are_named(tmp_path: Path) -> N
     assert problems_of(tmp_path / "run")[""].hint == "found there: config.toml"
 
 
+def test_a_list_that_is_too_short_lacks_an_entry(empty: Path) -> None:
+    assert problems_of(empty, "optim.betas=[0.9]")["optim.betas"].reason == "[0.9]: entry 2 of the list is missing"
+
+
 LONG = {
     "keys": "[train]\n" + "".join(f"stepz{n} = {n}\n" for n in range(20_000)),
     "tables": "".join(f"[t{n}]\na = {n}\n" for n in range(20_000)),
