@@ -205,6 +205,13 @@ def test_a_list_that_is_too_short_lacks_an_entry(empty: Path) -> None:
     assert problems_of(empty, "optim.betas=[0.9]")["optim.betas"].reason == "[0.9]: entry 2 of the list is missing"
 
 
+@pytest.mark.parametrize(
+    ("word", "choice"), [("gpu", "cuda"), ("GPU", "cuda"), ("trainium", "neuron"), ("cdua", "cuda")]
+)
+def test_devices_are_known_by_the_words_of_people(empty: Path, word: str, choice: str) -> None:
+    assert problems_of(empty, f"backend.name={word}")["backend.name"].hint == f"did you mean {choice}?"
+
+
 LONG = {
     "keys": "[train]\n" + "".join(f"stepz{n} = {n}\n" for n in range(20_000)),
     "tables": "".join(f"[t{n}]\na = {n}\n" for n in range(20_000)),
