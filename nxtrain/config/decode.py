@@ -31,8 +31,8 @@ _WANTED = {
 }
 _KINDS = {bool: "true or false", dict: "a table", float: "a number", int: "an integer", list: "a list", str: "a string"}
 
-_OTHER_WORDS = {"gpu": "cuda", "nvidia": "cuda", "trainium": "neuron", "trn": "neuron", "tpu": "xla"}
-"""Words of people for choices. The letters of "gpu" are nearest to those of "cpu"."""
+_ALIASES = {"gpu": "cuda", "nvidia": "cuda", "trainium": "neuron", "trn": "neuron", "tpu": "xla"}
+"""Common names of devices, and the backend of each. By its letters, "gpu" would be taken for "cpu"."""
 
 
 def decode(
@@ -100,7 +100,7 @@ def _explain(model: type[BaseModel], detail: ErrorDetails, path: list[str], pref
         choices = [c.strip("'") for c in detail["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         choices = [{"False": "false", "True": "true"}.get(choice, choice) for choice in choices]  # as in TOML
         hint = ""
-        for choice in get_close_matches(_OTHER_WORDS.get(str(value).lower(), str(value)), choices, n=1):
+        for choice in get_close_matches(_ALIASES.get(str(value).lower(), str(value)), choices, n=1):
             hint = f"did you mean {choice}?"
         return f"{_shown(value)} is not one of {', '.join(choices)}", hint
     if kind in _WANTED:

@@ -16,8 +16,8 @@ def _graph_folder(path: Path) -> Path:
     return path if scheme_of(str(path)) in BUCKET_SCHEMES else Path(local(str(path)))
 
 
-def _named(value: object) -> object:
-    """Value of a path that has a name: Python takes an empty one for the working directory."""
+def _not_empty(value: object) -> object:
+    """Refuse an empty path, which Python would take for the working directory."""
     if value == "":
         raise ValueError("names no path; leave the key out for its default, or write . for the working directory")
     return value
@@ -25,15 +25,16 @@ def _named(value: object) -> object:
 
 # TOML has no paths, so a string becomes one.
 LocalPath = Annotated[
-    Path, Field(strict=False), AfterValidator(lambda path: Path(local(str(path)))), BeforeValidator(_named)
+    Path, Field(strict=False), AfterValidator(lambda path: Path(local(str(path)))), BeforeValidator(_not_empty)
 ]
 LocalText = Annotated[str, AfterValidator(local)]
 ModelLocation = Annotated[str, AfterValidator(model_location)]
 CorpusPlace = Annotated[str, AfterValidator(local_or_bucket)]
 StorageLocation = Annotated[str, AfterValidator(storage)]
 """Folder or object storage address; `nxtrain.config.check` reports an address without a bucket."""
-GraphFolder = Annotated[Path, Field(strict=False), AfterValidator(_graph_folder), BeforeValidator(_named)]
+GraphFolder = Annotated[Path, Field(strict=False), AfterValidator(_graph_folder), BeforeValidator(_not_empty)]
 """Folder on a disk for compiled graphs. `nxtrain.config.cache_dir` reports a bucket address, and names a command that
+fills a folder from it."""
 Beta = Annotated[float, Field(ge=0, lt=1)]
 PositiveInt = Annotated[int, Field(gt=0, le=MAX_INT)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MAX_INT)]
