@@ -186,8 +186,9 @@ class Sharding:
         for module in experts:
             self._shard([module], fill, self.expert_mesh, self.keep_gathered)
             unit = cast(FSDPModule, module)
-            unit.set_gradient_divide_factor(self.mesh.size())
-            # Only NCCL averages with another divisor than the size of the mesh.
+            # torch sums, and `FullySharded.reduce` divides. Only NCCL averages by another divisor than the number of
+            # ranks, and torch 2.15 divides the gradients of a unit on a single rank twice.
+            unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
         return experts
 
@@ -264,6 +265,8 @@ class FullySharded(DataParallel):
         trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
         self._parameters: Mapping[str, DTensor] = {name: cast(DTensor, p) for name, p in trained}
         self.shards = {name: parameter.to_local().detach() for name, parameter in self._parameters.items()}
+        self._experts = [name for name in self._parameters if layout.table[name].expert]
+        self._num_copies = layout.mesh.dense.copies.size
 
     def begin(self, *, last: bool) -> None:
         # The shard axis reduces every micro-batch, to keep gradients sharded; the replica axis reduces only their sum.
@@ -273,6 +276,9 @@ class FullySharded(DataParallel):
         grads = {name: _local_grad(parameter) for name, parameter in self._parameters.items()}
         for parameter in self._parameters.values():
             parameter.grad = None
+        if self.layout.mesh.ep_size > 1:
+            for name in self._experts:
+                grads[name].div_(self._num_copies)
         return grads
 
     def publish(self) -> None:
