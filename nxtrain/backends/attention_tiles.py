@@ -93,7 +93,7 @@ def _last_pair(changes: NDArray[np.intp], pair: int) -> int:
     return int(changes[np.searchsorted(changes, pair)])
 
 
-def waves(by_sequence: Sequence[Sequence[Tile]]) -> list[tuple[MaskKind, list[tuple[int, Tile]]]]:
+def group_into_calls(by_sequence: Sequence[Sequence[Tile]]) -> list[tuple[MaskKind, list[tuple[int, Tile]]]]:
     """Group the tiles of several sequences into flash kernel calls in which no two tiles share a key.
 
     Each key gets its gradient from one tile of a call, so the gradients do not depend on the order on the device. The

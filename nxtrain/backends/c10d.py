@@ -19,7 +19,7 @@ from nxtrain.common.distributed.replacement import end_waits
 from nxtrain.common.errors import LostPeerError, NxtrainError
 from nxtrain.common.mesh import Mesh, StateAxes
 from nxtrain.common.process.deadlines import first_use_limit_s, limit_words
-from nxtrain.common.process.greetings import without_greetings
+from nxtrain.common.process.greetings import suppress_gloo_messages
 from nxtrain.common.process.placement import Placement
 
 
@@ -62,7 +62,7 @@ class C10dBackend(Backend):
             # An explicit store, since heartbeats and failures use the store too.
             self._store = store = meet(self.rank, self.world, timedelta(seconds=hang_timeout_s), rejoined)
             self._failures = FailureReporter(store, self.rank, hang_timeout_s, self.collectives.words)
-            with without_greetings():
+            with suppress_gloo_messages():
                 dist.init_process_group(
                     process_group,
                     store=store,

@@ -33,7 +33,7 @@ oneDNN compiles a kernel for each number of rows, which costs as much as several
 class CpuKernels(FusedKernels):
     """torch's fused CPU kernels, with blocked attention for short sequences and optimizer updates by tiles."""
 
-    host_may_look = True
+    host_reads_are_free = True
     _blocks = Blocks(looks=True, score_type=torch.float32)
 
     def widens(self, dtype: torch.dtype) -> bool:

@@ -20,7 +20,15 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from nxtrain.backends.attention_tiles import MaskKind, Tile, first_seen, listed, tiles, undivided_tiles, waves
+from nxtrain.backends.attention_tiles import (
+    MaskKind,
+    Tile,
+    first_seen,
+    group_into_calls,
+    listed,
+    tiles,
+    undivided_tiles,
+)
 from nxtrain.backends.ranged_attention import AttentionToRanges, Blocks, whole_rows
 from nxtrain.backends.sdpa_kernels import TRIAL_TOKENS, first_line, relative_error, wrong_numbers
 from nxtrain.common.kernels import KeyRanges, Pieces
@@ -229,7 +237,7 @@ def _packed(starts: np.ndarray, queries: Pieces, keys: Pieces, window: int | Non
     last, positions = listed(queries), listed(keys)
     by_sequence = [tiles(first_seen(row, last, window), last, positions, slides=window is not None) for row in starts]
     calls = []
-    for mask, members in waves(by_sequence):
+    for mask, members in group_into_calls(by_sequence):
         sides = []
         for length, spans in (
             (len(last), [(row, tile.start, tile.end) for row, tile in members]),

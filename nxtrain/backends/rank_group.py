@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from nxtrain.common.distributed.collectives import Collectives
 from nxtrain.common.errors import BackendError
 from nxtrain.common.mesh import Mesh, StateAxes
-from nxtrain.common.process.greetings import without_greetings
+from nxtrain.common.process.greetings import suppress_gloo_messages
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
@@ -65,7 +65,7 @@ class RankGroup(ABC):
 
         if self.world == 1 or not dist.is_initialized():
             return None
-        with without_greetings():
+        with suppress_gloo_messages():
             group: ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=hang_timeout_s))
         return group
 

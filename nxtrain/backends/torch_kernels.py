@@ -74,7 +74,7 @@ class PlainKernels(Kernels):
         return out
 
     def sees(self, ranges: KeyRanges) -> bool:
-        if not self.host_may_look:
+        if not self.host_reads_are_free:
             return True
         after = torch.searchsorted(ranges.keys, ranges.last, right=True)
         return bool((after > torch.searchsorted(ranges.keys, ranges.first.contiguous())).any())

@@ -245,7 +245,7 @@ def mark_verified(path: Path) -> None:
     (path / VERIFIED).touch()
 
 
-def doomed(steps: list[int], verified: Container[int], retention: Retention) -> set[int]:
+def steps_to_delete(steps: list[int], verified: Container[int], retention: Retention) -> set[int]:
     """Return the steps whose checkpoints retention deletes; `steps` must be ascending."""
     whole = [step for step in steps if step in verified]
     stay = {*steps[-retention.keep :], *whole[-MIN_VERIFIED:]}
@@ -263,7 +263,7 @@ def prune(directory: Path, retention: Retention, in_use: Container[int] = ()) ->
     """
     checkpoints = {step_of(path): path for path in list_checkpoints(directory)}
     verified = {step for step, path in checkpoints.items() if (path / VERIFIED).exists()}
-    for step in sorted(doomed([*checkpoints], verified, retention)):
+    for step in sorted(steps_to_delete([*checkpoints], verified, retention)):
         if step not in in_use:
             discard(_set_aside(checkpoints[step], "tmp"))
 

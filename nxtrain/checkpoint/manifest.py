@@ -23,7 +23,7 @@ from nxtrain.checkpoint.shards import TensorShard
 from nxtrain.common.errors import CheckpointError, DamagedError
 from nxtrain.common.io.checksummed_file import FileDigest
 from nxtrain.common.io.object_store import Location, content_of
-from nxtrain.common.io.read_retry import damage, unsteady
+from nxtrain.common.io.read_retry import damage, retry_budget
 
 CODES = {
     torch.float64: "F64",
@@ -183,7 +183,7 @@ def read_manifest(path: Location) -> CheckpointManifest:
     """
     file = path / MANIFEST
     try:
-        return CheckpointManifest.model_validate_json(unsteady.read(lambda: content_of(file), file))
+        return CheckpointManifest.model_validate_json(retry_budget.read(lambda: content_of(file), file))
     except OSError as error:
         damaged = damage(file, error)
         if isinstance(damaged, DamagedError):

@@ -17,7 +17,7 @@ from nxtrain.checkpoint.directory import META
 from nxtrain.common.errors import CheckpointError, DamagedError, cause_of
 from nxtrain.common.family import ModelConfig, ModelFamily, find_family
 from nxtrain.common.io.object_store import Location, content_of
-from nxtrain.common.io.read_retry import ROTTEN, damage, unsteady
+from nxtrain.common.io.read_retry import TRANSIENT_ERRNOS, damage, retry_budget
 
 FORMAT = 2
 _SEAL = "crc32"
@@ -118,10 +118,10 @@ def read_meta(path: Location) -> Meta:
     """
     file = path / META
     try:
-        text = unsteady.read(lambda: content_of(file), file).decode()
+        text = retry_budget.read(lambda: content_of(file), file).decode()
         content = json.loads(text)
     except OSError as error:
-        if error.errno in ROTTEN:
+        if error.errno in TRANSIENT_ERRNOS:
             raise damage(file, error) from error
         raise CheckpointError(f"{path} is not a complete checkpoint: cannot read {META}: {error.strerror}") from error
     except (RecursionError, ValueError) as error:

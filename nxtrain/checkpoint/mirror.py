@@ -99,7 +99,7 @@ class Mirror:
         """Delete the mirror's checkpoints that the retention rule does not keep; see `directory.doomed`."""
         files = self._files()
         whole = sorted(step for step, names in files.items() if directory.META in names)
-        for step in sorted(directory.doomed(whole, whole, retention)):
+        for step in sorted(directory.steps_to_delete(whole, whole, retention)):
             self._remove(step, files[step])
 
     def _rename(self, step: int, name: str, new: str) -> None:

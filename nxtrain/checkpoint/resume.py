@@ -16,7 +16,7 @@ from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.errors import DamagedError
 from nxtrain.common.io.checksummed_file import FileDigest, verify
 from nxtrain.common.io.object_store import Location
-from nxtrain.common.io.read_retry import unsteady
+from nxtrain.common.io.read_retry import retry_budget
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.config.schema import RunConfig
 
@@ -178,7 +178,7 @@ class ResumePlanner:
 
         def hold(where: int) -> None:
             for error in damaged.get(where, {}).values():
-                unsteady.hold(error)
+                retry_budget.hold(error)
 
         self._locations.act(lambda: hold(self._locations.scope.leader), lambda _: hold(MIRROR), LOOKING)
         steps: dict[int, list[int]] = {}
@@ -223,7 +223,7 @@ class ResumePlanner:
         try:
             self._ranks.on_all(check, failure)  # before `begin` deletes the mirror's version of the step
         except DamagedError as error:
-            unsteady.hold(error)
+            retry_budget.hold(error)
             self._print_line(f"WARNING: {error}; step {step} is not in {mirror}, so that the one before it is tried")
             self._rejected |= {upload.version}
             return False

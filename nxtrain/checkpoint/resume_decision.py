@@ -69,7 +69,7 @@ def decide(survey: ResumeSurvey, request: ResumeRequest) -> Resume:
         return Resume(error=CheckpointError(conflict))
     lines = tuple(f"WARNING: {error}; it is written anew" for error in records.damaged)
     if goes_on:
-        return _go_on(survey, request, lines)
+        return _resume(survey, request, lines)
     if request.is_restart and records.damaged:
         return Resume(
             error=CheckpointError(
@@ -78,10 +78,10 @@ def decide(survey: ResumeSurvey, request: ResumeRequest) -> Resume:
                 "checkpoint.resume=auto to continue from its newest checkpoint"
             )
         )
-    return _go_back(survey, request, lines)
+    return _rewind(survey, request, lines)
 
 
-def _go_on(survey: ResumeSurvey, request: ResumeRequest, lines: tuple[str, ...]) -> Resume:
+def _resume(survey: ResumeSurvey, request: ResumeRequest, lines: tuple[str, ...]) -> Resume:
     """Decide to resume from the newest complete checkpoint of the run itself."""
     records = survey.records
     catch_up: dict[int, int] = {}
@@ -109,7 +109,7 @@ def _go_on(survey: ResumeSurvey, request: ResumeRequest, lines: tuple[str, ...])
     lines += (f"no checkpoint since the rewind is left: the run rewinds to {request.resume} again",)
     if isinstance(survey.requested, NxtrainError):
         return Resume(lines, error=survey.requested)
-    return _go_back(survey, request, lines)
+    return _rewind(survey, request, lines)
 
 
 def _from_version(survey: ResumeSurvey, version: Version, lines: tuple[str, ...]) -> Resume:
@@ -147,7 +147,7 @@ def _upload(survey: ResumeSurvey, version: Version) -> Upload:
     return Upload(version, senders, finisher=min(senders))
 
 
-def _go_back(survey: ResumeSurvey, request: ResumeRequest, lines: tuple[str, ...]) -> Resume:
+def _rewind(survey: ResumeSurvey, request: ResumeRequest, lines: tuple[str, ...]) -> Resume:
     """Decide to rewind: start from scratch, or from the requested checkpoint.
 
     A location that missed earlier rewinds keeps its checkpoints if it contains the requested checkpoint.

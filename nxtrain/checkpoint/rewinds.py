@@ -20,7 +20,7 @@ from nxtrain.checkpoint.run_locations import MIRROR, RunLocations
 from nxtrain.common.errors import DamagedError
 from nxtrain.common.io.atomic import replace_bytes
 from nxtrain.common.io.object_store import Location, content_of
-from nxtrain.common.io.read_retry import damage, unsteady
+from nxtrain.common.io.read_retry import damage, retry_budget
 
 FILE = "lineage.json"
 _SEAL = "crc32"
@@ -79,7 +79,7 @@ def read(root: Location) -> RunHistory | None:
     """
     file = root / FILE
     try:
-        content = json.loads(unsteady.read(lambda: content_of(file), file))
+        content = json.loads(retry_budget.read(lambda: content_of(file), file))
         seal = content.pop(_SEAL)
         history = RunHistory.model_validate_json(json.dumps(content))
     except FileNotFoundError:

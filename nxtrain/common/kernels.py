@@ -198,7 +198,7 @@ class Kernels(ABC):
     """Operations that have an implementation for each kind of device.
 
     Attributes:
-        host_may_look: The host can read a device value in the middle of a step at no cost.
+        host_reads_are_free: The host can read a device value in the middle of a step at no cost.
         sums_lists: `square_sums` needs few kernel launches for many tensors, and adds up short partial sums.
         makes_zeros: Zeros created on the device have their own memory, and are not constants of a graph.
         adds_products: `add_product` needs no temporary memory for the product.
@@ -209,7 +209,7 @@ class Kernels(ABC):
         blockwise: Kernel for all experts of a rank; None if experts use grouped matrix products instead.
     """
 
-    host_may_look: bool = False
+    host_reads_are_free: bool = False
     sums_lists: bool = False
     makes_zeros: bool = False
     adds_products: bool = False

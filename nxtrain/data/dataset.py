@@ -16,7 +16,7 @@ from nxtrain.data.mixture import MixedSamples, Mixture
 from nxtrain.data.prepare import Prepared, digest, prepare_tokens
 from nxtrain.data.samples import AnswerRows, EndedSamples, FileSamples, Samples
 from nxtrain.data.storage import cache_folder, open_file, replacing
-from nxtrain.data.teacher import TaughtSamples, open_teacher
+from nxtrain.data.teacher import DistillationSamples, open_teacher
 from nxtrain.data.tokenization import KnownTokenizer
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ def _open_rows(config: DataConfig, prepared: Prepared, seq_len: int, vocab_size:
     if config.teacher:
         file = open_file(location_of(config.teacher), cache_folder(config))
         teacher = open_teacher(file, seq_len=seq_len, k=config.teacher_k, expected=probes[-1])
-        return TokenRows(TaughtSamples(parts[0], teacher, vocab_size=vocab_size, weight=config.teacher_weight))
+        return TokenRows(DistillationSamples(parts[0], teacher, vocab_size=vocab_size, weight=config.teacher_weight))
     return TokenRows(parts[0])
 
 

@@ -17,7 +17,7 @@ from nxtrain.data.samples import FileSamples, Samples, header
 from nxtrain.data.storage import DataFile
 
 
-class TaughtSamples(Samples):
+class DistillationSamples(Samples):
     """Rows of token ids whose targets are distributions over the true token and a teacher's K most likely tokens.
 
     Args:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from nxtrain.backends.neuron.sdk import SdkVersion
-from nxtrain.backends.xla.environment import ORIGIN, dead_variables
+from nxtrain.backends.xla.environment import ORIGIN, refused_variables
 from nxtrain.common.errors import ConfigError, Problem
 
 COMPILER_FLAGS = "NEURON_CC_FLAGS"
@@ -63,7 +63,7 @@ class Environment:
     sdk: SdkVersion
     variables: tuple[Variable, ...]
     compiler_flags: tuple[Variable, ...]
-    barred: tuple[Variable, ...] = ()
+    forbidden: tuple[Variable, ...] = ()
     xla: bool = True
     passed: tuple[Variable, ...] = ()
     notes: tuple[str, ...] = ()
@@ -72,17 +72,17 @@ class Environment:
         """Return a problem, with a hint, for each setting of the shell that contradicts the run."""
         problems: list[Problem] = []
         if self.xla:
-            problems += dead_variables(environ, self.sdk)
+            problems += refused_variables(environ, self.sdk)
         dead = {problem.key for problem in problems}
         for ours in self.variables:
             theirs = environ.get(ours.name, ours.value)
             if ours.instead and theirs != ours.value and ours.name not in dead:
                 problems.append(Problem(ours.name, f"{theirs}, but this run needs {ours.value}", ORIGIN, ours.instead))
-        for bar in self.barred:
+        for bar in self.forbidden:
             if environ.get(bar.name) == bar.value:
                 problems.append(Problem(bar.name, f"{bar.value} {bar.reason}", ORIGIN, bar.instead))
         flags = {_canonical(flag.name): flag for flag in self.compiler_flags}
-        bars = {(bar.name, bar.value): bar for bar in self.barred}
+        bars = {(bar.name, bar.value): bar for bar in self.forbidden}
         passed = {flag.name: flag for flag in self.passed}
         (cache,) = (variable.value for variable in self.variables if variable.name in {CACHE, NATIVE_CACHE})
         for name, value, text in _parse(environ.get(COMPILER_FLAGS, "")):

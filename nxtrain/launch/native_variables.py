@@ -86,10 +86,10 @@ def native_environment(
     if instance is not None:
         variables += [*host_variables(instance), *logical_cores(instance)]
     variables += network_variables(config, instance)
-    barred: tuple[Variable, ...] = ()
+    forbidden: tuple[Variable, ...] = ()
     if config.metrics.profile_steps:
-        barred = _BESIDE_PROFILER
-    return Environment(sdk, tuple(variables), (), barred, xla=False, passed=_PASSED, notes=tuple(notes))
+        forbidden = _BESIDE_PROFILER
+    return Environment(sdk, tuple(variables), (), forbidden, xla=False, passed=_PASSED, notes=tuple(notes))
 
 
 def rank_variables(

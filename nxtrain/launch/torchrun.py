@@ -76,7 +76,7 @@ PORT = 29400
 NOTICE_S = 1.0
 """Seconds in which ranks notice the loss of a rank by themselves, if their host waits for that rank."""
 
-LAST_WORDS_S = 5.0
+REPORT_WAIT_S = 5.0
 """Seconds that the other ranks get after the failure of a rank, to report the lost rank and to exit."""
 
 ENDING_S = 1.0
@@ -227,7 +227,7 @@ class Agent(LocalElasticAgent):
             result: RunResult = super()._invoke_run(*args, **kwargs)
         except (RendezvousError, DistError):
             # The agent with the store is gone, perhaps because its ranks have stopped, as these ranks are about to.
-            limit = time.monotonic() + LAST_WORDS_S
+            limit = time.monotonic() + REPORT_WAIT_S
             while self._alive() and time.monotonic() < limit:
                 self._let_stop()  # up to the grace period
                 time.sleep(0.05)
@@ -241,7 +241,7 @@ class Agent(LocalElasticAgent):
         self._let_stop()
         if self._replace(worker_group):
             return RunResult(WorkerState.HEALTHY)
-        self._let_speak()
+        self._wait_for_reports()
         result: RunResult = super()._monitor_workers(worker_group)
         if not result.failures:
             return result
@@ -330,12 +330,12 @@ class Agent(LocalElasticAgent):
                 return
             time.sleep(0.05)
 
-    def _let_speak(self) -> None:
+    def _wait_for_reports(self) -> None:
         """Wait after a failure until the other ranks have reported, since torch kills them as soon as one fails.
 
         After a final error there is no wait, since the other ranks only report consequences.
         """
-        limit = time.monotonic() + LAST_WORDS_S
+        limit = time.monotonic() + REPORT_WAIT_S
         while time.monotonic() < limit:
             codes = self._codes()
             if not any(codes) or None not in codes or FINAL.intersection(codes):

@@ -46,10 +46,10 @@ def neuron_environment(config: RunConfig, instance: Machine, sdk: SdkVersion, *,
         flash: The run uses NKI's flash attention kernel.
     """
     flags = _compiler_flags(config, instance, flash=flash)
-    barred: tuple[Variable, ...] = ()
+    forbidden: tuple[Variable, ...] = ()
     if flash:
-        barred = _BESIDE_FLASH
-    return Environment(sdk, tuple(_variables(config, instance, sdk)), tuple(flags), barred)
+        forbidden = _BESIDE_FLASH
+    return Environment(sdk, tuple(_variables(config, instance, sdk)), tuple(flags), forbidden)
 
 
 _BESIDE_FLASH = (

@@ -150,7 +150,7 @@ class AdamW:
             self.num_updates.add_(1.0)
         else:  # the first scales overflow by design: such a step is none
             self.num_updates.add_((~skip).float().to(self.num_updates.device))
-        if skip is not None and self._kernels.host_may_look:
+        if skip is not None and self._kernels.host_reads_are_free:
             if skip.item():
                 return
             skip = None

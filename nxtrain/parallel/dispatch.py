@@ -77,7 +77,7 @@ def dispatch(  # 8 arguments: tokens, their routing, the experts, the limit of a
     rows, counts = sorted_rows(indices, num_experts, capacity)
     exchange = expert_parallel.exchange(counts, len(rows.slots), grouping)
     own, scale = exchange.send(rows.spread(x)), exchange.send(rows.weights(weights))
-    return rows.collect(exchange.give_back(experts.of_groups(own, scale, exchange.groups, kernels)))
+    return rows.collect(exchange.return_rows(experts.of_groups(own, scale, exchange.groups, kernels)))
 
 
 def static_dispatch(  # 8 arguments: as `dispatch`
@@ -119,7 +119,7 @@ def static_dispatch(  # 8 arguments: as `dispatch`
     blocks = expert_parallel.send_blocks(rows.spread(x).unflatten(0, (num_blocks, -1)))
     scale = expert_parallel.send_blocks(rows.weights(weights).unflatten(0, (num_blocks, -1)))
     out = experts.of_blocks(blocks, scale, None)
-    return rows.collect(expert_parallel.give_back_blocks(out).flatten(0, 1))
+    return rows.collect(expert_parallel.return_blocks(out).flatten(0, 1))
 
 
 def _of_blocks(

@@ -45,7 +45,7 @@ class RowExchange:
         """Send rows to the ranks of their experts and return the rows received for this rank: (N, ...) to (M, ...)."""
         return self.received.spread(all_to_all(rows, self.comm, self.axis, self.rows))
 
-    def give_back(self, rows: Tensor) -> Tensor:
+    def return_rows(self, rows: Tensor) -> Tensor:
         """Return expert outputs to the ranks that sent the rows: (M, ...) to (N, ...); the inverse of `send`."""
         return all_to_all(self.received.collect(rows), self.comm, self.axis, self.rows.back)
 
@@ -121,7 +121,7 @@ class ExpertParallel:
         of_ranks: Tensor = all_to_all(blocks, self.comm, self.axis).unflatten(0, (self.axis.size, -1))
         return of_ranks.transpose(0, 1).flatten(1, 2)
 
-    def give_back_blocks(self, blocks: Tensor) -> Tensor:
+    def return_blocks(self, blocks: Tensor) -> Tensor:
         """Return expert outputs to the ranks that sent the blocks: (E / ep, ep * C, ...) to (E, C, ...)."""
         of_ranks = blocks.unflatten(1, (self.axis.size, -1)).transpose(0, 1).flatten(0, 1)
         return all_to_all(of_ranks, self.comm, self.axis)

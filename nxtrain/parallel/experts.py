@@ -111,7 +111,7 @@ class Experts(nn.Module):
             self.gate_up_proj.weight, self.down_proj.weight, self.num_own, *updates, biases=biases, unit=self._unit
         )
         is_static = tp.comm.lazy or tp.kernels.static_shapes or torch.compiler.is_compiling()
-        if capacity is not None and not tp.kernels.host_may_look:
+        if capacity is not None and not tp.kernels.host_reads_are_free:
             # Blocks as large as the capacity, since otherwise the host would wait for the numbers of rows.
             grouping = tp.kernels.grouping(x.dtype, matrices.sizes)
             is_static = is_static or grouping.counted or self._expert_parallel is not None

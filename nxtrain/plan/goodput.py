@@ -15,10 +15,10 @@ from nxtrain.metrics.goodput import RunStart
 ASSUMED_MTBF_S = 86_400.0
 """Assumed mean time between failures in seconds, for a run that has shown no other rate: one day."""
 
-FAR = 3.0
+MIN_RATIO = 3.0
 """Least ratio between the current and the best checkpoint interval for which advice is printed."""
 
-WORTH_TELLING = 1e-3
+MIN_GAIN = 1e-3
 """Least gain in goodput, as a share of the run's time, for which advice on the interval is printed."""
 
 
@@ -159,10 +159,10 @@ def advice(starts: Sequence[RunStart], every: int) -> str:
         write_s=sum(one.save_write_s for one in spent) / saves,
     )
     best = costs.best_every(step_s)
-    if max(best, every) < FAR * min(best, every) or every * step_s < costs.write_s or steps < best:
+    if max(best, every) < MIN_RATIO * min(best, every) or every * step_s < costs.write_s or steps < best:
         return ""
     present, proposed = (costs.shares(steps * step_s) for steps in (every, best))
-    if proposed.goodput - present.goodput < WORTH_TELLING:
+    if proposed.goodput - present.goodput < MIN_GAIN:
         return ""
     return (
         f"checkpoint.every={every} costs {present.stall:.2%} in stalls and {present.lost:.2%} in work done again, at "

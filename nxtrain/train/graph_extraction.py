@@ -132,7 +132,7 @@ def trainer(plan: Resolved, state: TrainState, config: RunConfig, schedule: Sche
         meter=ThroughputMeter(lambda step: 0, None),
         sinks=(),
         checkpoints=CastOnly(state),
-        guard=NumericsGuard(config, state, heeds=False),
+        guard=NumericsGuard(config, state, acts=False),
         observers=observer,
     )
 

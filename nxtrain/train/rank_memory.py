@@ -29,11 +29,11 @@ from nxtrain.train.step import StepResult, TrainState
 
 
 @dataclass(frozen=True)
-class Standing:
+class HeldStep:
     """Step whose state a rank holds in memory, and True if its record, evaluation and checkpoint are finished."""
 
     step: int
-    is_concluded: bool
+    is_finished: bool
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class AgreedStep:
     Args:
         step: Number of finished updates.
         holders: Ranks that hold the state of the step.
-        is_concluded: The record, evaluation and checkpoint of the step are finished.
+        is_finished: The record, evaluation and checkpoint of the step are finished.
     """
 
     step: int
     holders: frozenset[int]
-    is_concluded: bool
+    is_finished: bool
 
     def __str__(self) -> str:
         """Message about the step from which the run continues."""
@@ -56,13 +56,13 @@ class AgreedStep:
         return f"the state of step {self.step} comes from the memory of ranks {holders}, not from a checkpoint"
 
 
-def agree(standings: Sequence[Standing | None], replicas: Iterable[Sequence[int]]) -> AgreedStep | None:
+def agree(standings: Sequence[HeldStep | None], replicas: Iterable[Sequence[int]]) -> AgreedStep | None:
     """Newest step whose state some rank of each replica group holds in memory; None if there is no such step.
 
     The leader writes the files of a run. If the leader lost its memory, the step counts as not concluded.
 
     Args:
-        standings: Standing of each rank; None for a rank whose memory holds no whole state.
+        standings: HeldStep of each rank; None for a rank whose memory holds no whole state.
         replicas: Groups of ranks that hold the same tensors.
     """
     groups = [*replicas]
@@ -70,7 +70,7 @@ def agree(standings: Sequence[Standing | None], replicas: Iterable[Sequence[int]
     for step in sorted({standing.step for _, standing in known}, reverse=True):
         holders = frozenset(rank for rank, standing in known if standing.step == step)
         if all(holders.intersection(group) for group in groups):
-            concluded = all(standing.is_concluded for _, standing in known if standing.step == step)
+            concluded = all(standing.is_finished for _, standing in known if standing.step == step)
             return AgreedStep(step, holders, concluded and 0 in holders)
     return None
 
@@ -140,7 +140,7 @@ class RankMemory(RunObserver):
         self._run: WatchedRun | None = None
         self._step = 0
         self._is_whole = False
-        self._is_concluded = False
+        self._is_finished = False
         self._result: StepResult | None = None
         self._stability: Mapping[str, Any] = {}
         self._reading = Reading(0)
@@ -173,7 +173,7 @@ class RankMemory(RunObserver):
             self._note(step, result)
 
     def finish(self, step: int) -> None:
-        self._is_concluded = True
+        self._is_finished = True
 
     def detach(self) -> None:
         """Keep only tensors and numbers after the end of the run, since its other parts hold process groups."""
@@ -195,9 +195,9 @@ class RankMemory(RunObserver):
         }
 
     @property
-    def standing(self) -> Standing | None:
+    def standing(self) -> HeldStep | None:
         """Step whose state the memory holds; None if the state is absent, or in the middle of an update."""
-        return Standing(self._step, self._is_concluded) if self._is_whole else None
+        return HeldStep(self._step, self._is_finished) if self._is_whole else None
 
     def agree(self, ranks: Ranks) -> AgreedStep | None:
         """Agree with all ranks on the step from which this start continues; None if no whole state is in memory."""
@@ -207,20 +207,20 @@ class RankMemory(RunObserver):
         mesh = ranks.mesh
         return agree(ranks.gather(self.standing), [*mesh.dense.replica.groups, *mesh.experts.replica.groups])
 
-    def numbers(self, *, is_concluded: bool) -> StepNumbers:
+    def numbers(self, *, is_finished: bool) -> StepNumbers:
         """Metadata and counters of the step in memory.
 
         Args:
-            is_concluded: All ranks agreed that the step is concluded.
+            is_finished: All ranks agreed that the step is concluded.
         """
-        return self._numbers[is_concluded]
+        return self._numbers[is_finished]
 
     def _note(self, step: int, result: StepResult | None) -> None:
         assert self._run is not None
         guard = self._run.guard
         self._step = step
         self._is_whole = True
-        self._is_concluded = result is None
+        self._is_finished = result is None
         self._result = result
         self._stability = guard.kept()
         self._reading = guard.reading

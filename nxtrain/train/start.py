@@ -17,7 +17,7 @@ from nxtrain.checkpoint.shards import MODEL, Shards
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.errors import DamagedError
 from nxtrain.common.io.object_store import Location, location_of
-from nxtrain.common.io.read_retry import unsteady
+from nxtrain.common.io.read_retry import retry_budget
 from nxtrain.config.check import Resolved
 from nxtrain.config.model_folder import whole_folder
 from nxtrain.nn.dropout import resume_dropout
@@ -59,7 +59,7 @@ def start(
     """
     plan, mesh = context.plan, context.mesh
     fresh = meta_at(0, plan, inputs)
-    unsteady.begin()
+    retry_budget.begin()
     ranks = Ranks(mesh, context.backend.host_group)
     if mirrored is not None or not isinstance(location_of(plan.config.checkpoint.resume), Path):
         # Ranks whose shards are loaded wait for the ranks that still read, so the timeout must fit remote storage.
@@ -96,7 +96,7 @@ def start(
         except DamagedError as error:
             if not planner.is_own:
                 raise
-            ranks.on_leader(partial(unsteady.hold, error), f"cannot load {sources[0]}")
+            ranks.on_leader(partial(retry_budget.hold, error), f"cannot load {sources[0]}")
             context.print_line(f"{error}; {planner.quarantine(error)}")
             sources = planner.choose()
             continue
@@ -159,7 +159,7 @@ def _recall(context: RunContext, state: TrainState, memory: RankMemory, agreemen
     speaker = min(agreement.holders)
     given: StepNumbers | None = None
     if me == speaker:
-        given = memory.numbers(is_concluded=agreement.is_concluded)
+        given = memory.numbers(is_finished=agreement.is_finished)
     numbers = state.ranks.gather(given)[speaker]
     assert numbers is not None, "the speaker holds the step"
     for name, counter in state.counters.items():

@@ -29,7 +29,7 @@ from nxtrain.train import rank_memory, step, trainer
 from nxtrain.train.assembly import assemble
 from nxtrain.train.build import build_mesh
 from nxtrain.train.context import RunContext
-from nxtrain.train.rank_memory import AgreedStep, RankMemory, Standing, agree
+from nxtrain.train.rank_memory import AgreedStep, HeldStep, RankMemory, agree
 from nxtrain.train.step import TrainState
 from nxtrain.train.trainer import Trainer
 from tests.support.drawn import SEED
@@ -95,15 +95,15 @@ class Interruption:
     lost: frozenset[int]
 
     @property
-    def standings(self) -> list[Standing | None]:
+    def standings(self) -> list[HeldStep | None]:
         """Expected standing of each rank."""
-        known: dict[str, Standing | None] = {
-            "begin": Standing(self.step - 1, is_concluded=True),
-            "norm": Standing(self.step - 1, is_concluded=True),
+        known: dict[str, HeldStep | None] = {
+            "begin": HeldStep(self.step - 1, is_finished=True),
+            "norm": HeldStep(self.step - 1, is_finished=True),
             "update": None,
-            "updated": Standing(self.step, is_concluded=False),
-            "concluding": Standing(self.step, is_concluded=False),
-            "concluded": Standing(self.step, is_concluded=True),
+            "updated": HeldStep(self.step, is_finished=False),
+            "concluding": HeldStep(self.step, is_finished=False),
+            "concluded": HeldStep(self.step, is_finished=True),
         }
         return [None if rank in self.lost else known[point] for rank, point in enumerate(self.points)]
 
@@ -176,7 +176,7 @@ MUTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 def _concluded(found: AgreedStep | None) -> AgreedStep | None:
-    return None if found is None else replace(found, is_concluded=True)
+    return None if found is None else replace(found, is_finished=True)
 
 
 def plan(folder: Path, layout: str) -> Resolved:

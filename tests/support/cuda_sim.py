@@ -46,7 +46,7 @@ from tests.support.processes import AGENT_STORE, patient_s, rank_variables
 SOURCES = ROOT / "tests" / "cuda_sim" / "device"
 LIBRARY, DRIVER = "libcuda_sim.so", "libcuda.so.1"
 LIMIT_S = patient_s(240)
-LAST_WORDS_S = patient_s(20)
+REPORT_WAIT_S = patient_s(20)
 """Time that ranks have to end after another one has failed."""
 T = TypeVar("T")
 
@@ -397,7 +397,7 @@ def _answers(ranks: Mapping[Connection, int]) -> tuple[dict[int, Any], list[str]
     results: dict[int, Any] = {}
     failures: list[str] = []
     while waiting:
-        ready = wait([*waiting], LAST_WORDS_S if failures else LIMIT_S)
+        ready = wait([*waiting], REPORT_WAIT_S if failures else LIMIT_S)
         answered = [pipe for pipe in waiting if pipe in ready]
         if not answered:
             failures.append(f"ranks {sorted(waiting.values())} are not done in time")

@@ -61,7 +61,7 @@ PACE = "sleep@*:1:pre_step:0.02"
 PATIENCE_S = 4.0
 """Within which ranks find out that another hangs."""
 
-LAST_WORDS_S = 2.0
+REPORT_WAIT_S = 2.0
 """Time that ranks have to end by themselves after another rank has ended."""
 
 FAILED_SAVE = re.compile(r"(?:no checkpoint of step|fault (?:oserror|raise|oom)@\S+:ckpt_\S+ fires in step) (\d+)")
@@ -164,7 +164,7 @@ def start(
             codes = [process.exitcode for process in ranks.processes]
             if any(codes):
                 ended_at = ended_at or at
-                if FINAL.intersection(codes) or at - ended_at > (within_s if STOPPED in codes else LAST_WORDS_S):
+                if FINAL.intersection(codes) or at - ended_at > (within_s if STOPPED in codes else REPORT_WAIT_S):
                     break
             meanwhile(ranks)
             time.sleep(0.01)

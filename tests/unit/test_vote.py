@@ -13,7 +13,7 @@ from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.torch_kernels import PlainKernels
 from nxtrain.common.kernels import Kernels
 from nxtrain.common.mesh import Mesh
-from nxtrain.train.health.replica_check import Dissent, Holders, checksums, factors, minority
+from nxtrain.train.health.replica_check import Holders, ReplicaMismatch, checksums, factors, minority
 from tests.support.models import random
 
 FACTORS = factors(64)
@@ -73,7 +73,7 @@ def said(columns: dict[str, list[int]]) -> list[str]:
     for name, sums in columns.items():
         if sides := minority(range(len(sums)), sums):
             results.setdefault(sides, []).append(name)
-    return [str(Dissent(apart, others, tuple(names))) for (apart, others), names in results.items()]
+    return [str(ReplicaMismatch(apart, others, tuple(names))) for (apart, others), names in results.items()]
 
 
 def test_the_minority_is_named_with_what_it_differs_in() -> None:
@@ -91,7 +91,7 @@ def test_the_minority_is_named_with_what_it_differs_in() -> None:
 def test_without_a_majority_all_are_named() -> None:
     assert said({"a": [1, 2]}) == ["ranks 0 and 1 differ in a, and no majority tells which is right"]
     assert said({"a": [1, 1, 2, 2]}) == ["ranks 0, 1, 2 and 3 differ in a, and no majority tells which is right"]
-    assert str(Dissent((1, 2), (0, 3, 4), ("a",))) == "ranks 1 and 2 differ from ranks 0, 3 and 4 in a"
+    assert str(ReplicaMismatch((1, 2), (0, 3, 4), ("a",))) == "ranks 1 and 2 differ from ranks 0, 3 and 4 in a"
 
 
 def test_rows_that_do_not_count_are_no_part_of_a_sum() -> None:

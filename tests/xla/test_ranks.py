@@ -52,7 +52,7 @@ def outcomes(placement: Placement, plan: Resolved, steps: int, mutants: Sequence
         patch.object(trace, "trainer", _as_in_a_run),
     ):
         for mutant in mutants:
-            tape = trace._Tape(rank=placement.rank)
+            tape = trace._Recorder(rank=placement.rank)
             with {**MUTANTS, **RANK_MUTANTS}[mutant]():
                 try:
                     trace._play(plan, placement.world, tape, steps)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nxtrain.backends.base import Backend
 from nxtrain.backends.xla.graphs import hash_of, pending
-from nxtrain.backends.xla.tracing import Tape, TracingBackend
+from nxtrain.backends.xla.tracing import GraphRecorder, TracingBackend
 from nxtrain.common.mesh import Mesh
 from tests.support.models import random
 from tests.support.xla_engine import run_devices
@@ -110,7 +110,7 @@ def traced(_: Backend, layout: Mesh, ranks: Sequence[int]) -> list[list[str]]:
 def _traced_rank(layout: Mesh, rank: int) -> list[str]:
     hashes: list[str] = []
     tape = SimpleNamespace(graph=lambda hash_, text: hashes.append(hash_))
-    backend = TracingBackend(layout.world, rank, cast(Tape, tape))
+    backend = TracingBackend(layout.world, rank, cast(GraphRecorder, tape))
     comm, pp = backend.collectives, seen_by(layout, rank).pp
     x, zeros = (backend.put(torch.full((4, 3), value)) for value in (2.0, 0.0))
     with backend.recording():

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.mesh import Mesh, StateAxes
-from nxtrain.common.process.greetings import without_greetings
+from nxtrain.common.process.greetings import suppress_gloo_messages
 
 
 class MeshCollectives(C10dCollectives):
@@ -39,7 +39,7 @@ class MeshCollectives(C10dCollectives):
     def lay_out(self, mesh: Mesh) -> None:
         if self._world > 1:
             axes = {axis.name: axis for axis in (mesh.pp, mesh.replica, mesh.shard, mesh.tp) if axis.size > 1}
-            with without_greetings():
+            with suppress_gloo_messages():
                 self._root = device_mesh.init_device_mesh(
                     self._device_type, tuple(axis.size for axis in axes.values()), mesh_dim_names=tuple(axes)
                 )

@@ -33,7 +33,7 @@ from nxtrain.backends.neuron.native_rounding import choose_rounder, hardware_rou
 from nxtrain.backends.sdpa_kernels import first_line
 from nxtrain.common.errors import BackendError
 from nxtrain.common.mesh import Mesh
-from nxtrain.common.process.greetings import without_greetings
+from nxtrain.common.process.greetings import suppress_gloo_messages
 
 DEVICE = "neuron"
 """Name of torch's device. It has no index: a process owns one logical core, chosen by its local rank."""
@@ -68,7 +68,7 @@ class NeuronNativeBackend(AcceleratorBackend):
         self._join(PROCESS_GROUP, settings.hang_timeout_s)
         if self.world > 1:
             limit = timedelta(seconds=self.collectives.hang_timeout_s)
-            with without_greetings():
+            with suppress_gloo_messages():
                 self.host_group = dist.new_group(backend="gloo", timeout=limit)
         self.device = torch.device(DEVICE)
         self.kernels, self.host_kernels = NeuronNativeKernels(), CpuKernels()

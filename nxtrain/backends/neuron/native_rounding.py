@@ -41,7 +41,7 @@ def round_on_host(x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> Non
     out.copy_(host)
 
 
-WAYS: dict[str, Rounder] = {
+IMPLEMENTATIONS: dict[str, Rounder] = {
     "by operations of the device": round_by_views,
     "in a compiled graph": round_in_graph,
     "on the host, with a copy of every parameter there and back in each step": round_on_host,
@@ -56,7 +56,7 @@ def choose_rounder(put: Callable[[Tensor], Tensor]) -> tuple[Rounder, str]:
         put: Function that copies a host tensor to the device.
     """
     defects: list[str] = []
-    for name, way in WAYS.items():
+    for name, way in IMPLEMENTATIONS.items():
         defect = _defect(way, put)
         if not defect:
             why = f"; not {'; not '.join(defects)}" if defects else ""

@@ -31,7 +31,7 @@ _EOS = "about-neuron/announcements/neuron2.x"
 
 
 @dataclass(frozen=True)
-class Dead:
+class RefusedVariable:
     """Environment variable that nxtrain refuses, since it is harmful or has no effect.
 
     Args:
@@ -50,26 +50,26 @@ class Dead:
 
 
 DEAD = (
-    Dead(
+    RefusedVariable(
         "XLA_USE_BF16",
         "silently stores float32 and float64 tensors as bfloat16, sums and optimizer state among them",
         "unset it and use precision.params=bf16",
         f"{_EOS}/announce-eos-bf16-vars.rst",
     ),
-    Dead(
+    RefusedVariable(
         "XLA_DOWNCAST_BF16",
         "silently stores float32 tensors as bfloat16, sums and optimizer state among them",
         "unset it and use precision.params=bf16 with precision.update=fp32_master",
         f"{_EOS}/announce-eos-bf16-vars.rst",
     ),
-    Dead(
+    RefusedVariable(
         "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS",
         "does nothing from Neuron SDK 2.31 on, where implicit asynchronous execution was removed",
         "unset it; Neuron SDK 2.30 is the last release that reads it",
         f"{_EOS}/announce-no-support-implicit-async-mode.rst",
         since=SdkVersion(2, 31),
     ),
-    Dead(
+    RefusedVariable(
         "NEURONCORE_NUM_DEVICES",
         "is a number of processes for xmp.spawn, and contradicts that of torchrun",
         "unset it and use --nproc or --nproc-per-node",
@@ -79,7 +79,7 @@ DEAD = (
 )
 
 
-def dead_variables(environ: Mapping[str, str], sdk: SdkVersion | None = None) -> list[Problem]:
+def refused_variables(environ: Mapping[str, str], sdk: SdkVersion | None = None) -> list[Problem]:
     """Return a problem for each refused variable that is set; `0` and the empty string count as not set.
 
     Args:
@@ -105,7 +105,7 @@ def refuse_dead_variables(environ: Mapping[str, str], sdk: SdkVersion | None = N
     Raises:
         ConfigError: Refused variables are set; the error has a problem for each.
     """
-    problems = dead_variables(environ, sdk)
+    problems = refused_variables(environ, sdk)
     if problems:
         raise ConfigError(problems)
 

@@ -28,7 +28,7 @@ UPLOADED_ENTRIES = 4096
 """Most entries of a tensor whose values are uploaded, since torch-xla folds single numbers by value."""
 
 
-class Tape(Protocol):
+class GraphRecorder(Protocol):
     """Interface of a recorder of a rank's graphs and device-to-host reads."""
 
     def graph(self, hash_: str, text: Callable[[], str]) -> None:
@@ -60,7 +60,7 @@ class TracingBackend(XlaBackend):
         tape: Recorder of graphs and device-to-host reads.
     """
 
-    def __init__(self, world: int, rank: int, tape: Tape) -> None:
+    def __init__(self, world: int, rank: int, tape: GraphRecorder) -> None:
         import torch_xla
         import torch_xla.runtime as xr
 
@@ -140,7 +140,7 @@ class _WithoutStorage(TorchFunctionMode):
 
 
 @contextmanager
-def _noting_reads(tape: Tape) -> Iterator[None]:
+def _noting_reads(tape: GraphRecorder) -> Iterator[None]:
     """Record every device-to-host read, and return ones instead of the values.
 
     Operations that copy values to the host are replaced in torch's dispatcher. A dispatch mode could also intercept

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nxtrain.backends.torch_kernels import FusedKernels
 from nxtrain.checkpoint import directory
-from nxtrain.checkpoint.convert.hf_folder import CONFIG, Finiteness, HfFolder, read_object, write_json
+from nxtrain.checkpoint.convert.hf_folder import CONFIG, HfFolder, NonFiniteCollector, read_object, write_json
 from nxtrain.checkpoint.convert.peft import MergedFolder, copy_companions, merged_checkpoint
 from nxtrain.checkpoint.convert.stacked_experts import ReadShards, stacked
 from nxtrain.checkpoint.convert.streamed import write_streamed
@@ -68,7 +68,7 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
     folder.check(wanted)
     refuse_to_overwrite(dst, CHECKPOINT_FILES)
     tensors = [TensorShard.whole(name, shape, folder.dtype) for name, shape in wanted.items()]
-    finiteness = Finiteness(src)
+    finiteness = NonFiniteCollector(src)
 
     def read(chunk: TensorShard) -> torch.Tensor:
         tensor = folder.read(chunk.name)

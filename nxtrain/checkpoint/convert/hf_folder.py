@@ -190,7 +190,7 @@ class HfFolder:
         return fingerprint(parts)
 
 
-class Finiteness:
+class NonFiniteCollector:
     """Collector of tensors with NaN or infinite values during an import.
 
     Args:
@@ -241,7 +241,7 @@ class HfWeights:
         self._folder = src
         self._table, self._axis = table, axis
         self._folder.check(wanted)
-        self._finiteness = Finiteness(self._folder.path)
+        self._finiteness = NonFiniteCollector(self._folder.path)
 
     def __call__(self, name: str, local: Tensor) -> None:
         """Fill the shard of a parameter, a host tensor, with weights of the folder."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nxtrain.backends.nf4 import whole_packing
 from nxtrain.checkpoint.convert import peft_experts
-from nxtrain.checkpoint.convert.hf_folder import Finiteness, HfFolder, read_object, write_json
+from nxtrain.checkpoint.convert.hf_folder import HfFolder, NonFiniteCollector, read_object, write_json
 from nxtrain.checkpoint.load import open_checkpoint, read_shards, whole_weights
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.shards import mismatches
@@ -191,7 +191,7 @@ class AdapterWeights:
                 [Problem("finetune.adapter", f"{src} does not fit the model: {p}", hint=hint) for p in problems]
             )
         adapter.require_base(HfFolder(base), f"the adapter in finetune.adapter={src}")
-        finiteness = Finiteness(src)
+        finiteness = NonFiniteCollector(src)
         for name, tensor in adapter.tensors.items():
             finiteness.note(name, tensor)
         finiteness.check()

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nxtrain.common.distributed.collectives import Collectives, Done, Op, Pending, PendingParts, Result_co, RowCounts
-from nxtrain.common.distributed.failures import Peers, blaming, loss
+from nxtrain.common.distributed.failures import Peers, loss, translate_peer_errors
 from nxtrain.common.mesh import Axis, Mesh, StateAxes
-from nxtrain.common.process.greetings import without_greetings
+from nxtrain.common.process.greetings import suppress_gloo_messages
 from nxtrain.common.text import listed
 
 
@@ -108,7 +108,7 @@ class _Transfer(Generic[Result_co]):
     peer: Peers
 
     def wait(self) -> Result_co:
-        with blaming(self.peer), WAIT_CLOCK:
+        with translate_peer_errors(self.peer), WAIT_CLOCK:
             for work in self.works:
                 work.wait()
         return self.result
@@ -160,7 +160,7 @@ class C10dCollectives(Collectives):
                 options = self.options(axis)
                 if options is not None:
                     options._timeout = self._timeout  # torch warns of another one
-                with without_greetings():
+                with suppress_gloo_messages():
                     group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=self._timeout, pg_options=options)
             assert group is not None, axis
             self._groups[axis.groups] = group
@@ -254,20 +254,20 @@ class C10dCollectives(Collectives):
             for i in range(size):
                 links.add((min(group[i - 1], group[i]), max(group[i - 1], group[i])))
         for low, high in sorted(links):
-            with without_greetings():
+            with suppress_gloo_messages():
                 link = dist.new_group([low, high], timeout=self._timeout)
             if mesh.rank in (low, high):
                 self._links[low, high] = link
 
     def start_send(self, x: Tensor, axis: Axis, to: int) -> Pending[None]:
         rank, peer, group = self._reach(axis, to)
-        with blaming(peer):
+        with translate_peer_errors(peer):
             return _Transfer([_started(dist.isend(x, rank, group))], None, x, peer)
 
     def start_receive(self, like: Tensor, axis: Axis, source: int) -> Pending[Tensor]:
         rank, peer, group = self._reach(axis, source)
         out = torch.empty_like(like, memory_format=torch.contiguous_format)
-        with blaming(peer):
+        with translate_peer_errors(peer):
             return _Transfer([_started(dist.irecv(out, rank, group))], out, None, peer)
 
     def exchange(self, x: Tensor, axis: Axis, peer: int) -> Tensor:
@@ -275,7 +275,7 @@ class C10dCollectives(Collectives):
         out = torch.empty_like(x)
         # One batch: on NCCL both ends would otherwise wait to send before either receives.
         both = [dist.P2POp(dist.isend, x, rank, group), dist.P2POp(dist.irecv, out, rank, group)]
-        with blaming(other):
+        with translate_peer_errors(other):
             works = dist.batch_isend_irecv(both)
         return _Transfer(works, out, x, other).wait()
 
@@ -288,7 +288,7 @@ class C10dCollectives(Collectives):
         # One batch: on NCCL every rank would otherwise wait to send before any receives.
         both = [dist.P2POp(dist.isend, x, after, group), dist.P2POp(dist.irecv, out, before, group)]
         peers = _others(axis)
-        with blaming(peers):
+        with translate_peer_errors(peers):
             return _Transfer(dist.batch_isend_irecv(both), out, x, peers)
 
     def _reach(self, axis: Axis, position: int) -> tuple[int, Peers, dist.ProcessGroup]:

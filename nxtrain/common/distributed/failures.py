@@ -65,7 +65,7 @@ class FirstFailure:
 
         return call_with_timeout(seconds, look) or ""
 
-    def who_hangs(self, rank: int, peer: int | None) -> int | None:
+    def find_hanging_rank(self, rank: int, peer: int | None) -> int | None:
         """Find the hanging rank: follow the chain of waiting ranks to the rank that waits for no other.
 
         Returns None if the hanging rank is unknown.
@@ -144,7 +144,7 @@ ANY = Peers("another rank of this rank's process group")
 
 
 @contextmanager
-def blaming(peers: Peers) -> Iterator[None]:
+def translate_peer_errors(peers: Peers) -> Iterator[None]:
     """Translate gloo's connection errors in this context into a LostPeerError or HangError that names the peer.
 
     Other errors pass unchanged.
@@ -239,7 +239,7 @@ class FailureReporter:
     def _hung(self, error: HangError) -> Exception:
         """Error that names the hanging rank; `error` itself if this rank's peer hangs, or if nothing else is known."""
         failure = self._first_failure
-        hangs = failure.who_hangs(self._rank, error.peer)
+        hangs = failure.find_hanging_rank(self._rank, error.peer)
         if hangs is not None:
             limit = f"recovery.hang_timeout_s={self._hang_timeout_s:g}"
             failure.publish(f"{self._words(hangs)} did not come within {limit} seconds")

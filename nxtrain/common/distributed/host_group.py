@@ -12,7 +12,7 @@ import torch.distributed as dist
 from nxtrain.common.distributed.failures import first_line
 from nxtrain.common.errors import BackendError, HangError, LostPeerError
 from nxtrain.common.mesh import Axis, spans
-from nxtrain.common.process.greetings import without_greetings
+from nxtrain.common.process.greetings import suppress_gloo_messages
 from nxtrain.common.process.placement import Placement
 from nxtrain.common.text import indented
 
@@ -33,7 +33,7 @@ class HostGroup:
 
     def __init__(self, hang_timeout_s: float) -> None:
         self._timeout = timedelta(seconds=hang_timeout_s)
-        with without_greetings():
+        with suppress_gloo_messages():
             group = dist.new_group(backend="gloo", timeout=self._timeout)
         assert group is not None, "every rank is a member"
         self.group: dist.ProcessGroup = group
@@ -42,7 +42,7 @@ class HostGroup:
     def compare_among(self, axis: Axis) -> None:
         """Limit later calls of `compare` to this rank's group of an axis, whose ranks run the same graphs."""
         ranks = [list(group) for group in axis.groups]
-        with without_greetings():
+        with suppress_gloo_messages():
             self._alike, _ = dist.new_subgroups_by_enumeration(ranks, timeout=self._timeout, backend="gloo")
 
     def barrier(self, work: str = "a barrier") -> None:

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict
 from xxhash import xxh3_64_hexdigest
 
 from nxtrain.common.errors import DamagedError
-from nxtrain.common.io.read_retry import damage, unsteady
+from nxtrain.common.io.read_retry import damage, retry_budget
 from nxtrain.common.io.regular import NotRegularError, open_regular
 
 
@@ -194,7 +194,7 @@ class FileSource:
     def __init__(self, path: Path) -> None:
         self.name = path
         try:
-            self._file, self._direct = unsteady.read(lambda: _open_to_read(path), path)
+            self._file, self._direct = retry_budget.read(lambda: _open_to_read(path), path)
         except OSError as error:
             raise damage(path, error) from error
         self.num_bytes = os.fstat(self._file).st_size
@@ -202,7 +202,7 @@ class FileSource:
     def read(self, view: memoryview, start: int) -> int:
         """Read bytes into a view; see `ByteSource.read`."""
         try:
-            count = unsteady.read(lambda: self._read(view, start), self.name)
+            count = retry_budget.read(lambda: self._read(view, start), self.name)
         except OSError as error:
             raise damage(self.name, error) from error
         transferred.note(count)

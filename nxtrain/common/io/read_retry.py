@@ -15,7 +15,7 @@ from nxtrain.common.io.regular import NotRegularError
 
 T = TypeVar("T")
 
-ROTTEN = {errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)}
+TRANSIENT_ERRNOS = {errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)}
 """Numbers of read errors that may be temporary: for lost bytes on a disk, or a lost connection of a network file
 system.
 """
@@ -46,7 +46,7 @@ class RetryBudget:
             try:
                 return read()
             except OSError as error:
-                if error.errno not in ROTTEN or not self._may_wait(pause_s, name, error):
+                if error.errno not in TRANSIENT_ERRNOS or not self._may_wait(pause_s, name, error):
                     raise
             time.sleep(pause_s)
         return read()
@@ -74,7 +74,7 @@ class RetryBudget:
             return True
 
 
-unsteady = RetryBudget()
+retry_budget = RetryBudget()
 """Retry budget of this process."""
 
 
@@ -84,6 +84,6 @@ def damage(path: Path | str, error: OSError) -> OSError | DamagedError:
         return DamagedError(path, "it is absent")
     if isinstance(error, NotRegularError):
         return DamagedError(path, f"{error.strerror}")
-    if error.errno in ROTTEN:
+    if error.errno in TRANSIENT_ERRNOS:
         return DamagedError(path, f"it cannot be read: {error.strerror}", unread=True)
     return error

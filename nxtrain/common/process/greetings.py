@@ -60,7 +60,7 @@ _HELD = _Held()
 
 
 @contextmanager
-def without_greetings() -> Iterator[None]:
+def suppress_gloo_messages() -> Iterator[None]:
     """Context that buffers standard output, and at its end prints all lines except gloo's connection messages."""
     _HELD.begin()
     try:

@@ -60,7 +60,7 @@ def clocks_of(backend: Backend) -> Clocks:
     return Clocks(backend.device, read)
 
 
-class Moments:
+class Timestamps:
     """Timestamps of one process, on the monotonic clock that all processes of a machine share.
 
     If the device has a queue, timestamps come from events in the queue, at the time the device reaches the event.

@@ -22,7 +22,7 @@ from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.mesh import Axis, Mesh
 from nxtrain.tools.bench import harness
 from nxtrain.tools.bench.clocks import Clocks, clocks_of
-from nxtrain.tools.bench.harness import PATIENCE_S, median_ratio, start_ranks, take_turns, turn_at_once
+from nxtrain.tools.bench.harness import PATIENCE_S, measure_concurrently, median_ratio, start_ranks, take_turns
 from nxtrain.tools.bench.train import CLOCKS, ON_HOST, check_backend
 
 KIB, GIB = 1 << 10, 1 << 30
@@ -67,7 +67,7 @@ def bench_collectives(*, job: CollectivesJob, rounds: int, as_json: bool) -> Non
     devices = check_backend(job.backend, eager=True)
     with ExitStack() as stack:
         workers = start_ranks(stack, "collectives", "rank", asdict(job), job.ranks)
-        measured = take_turns({"collectives": lambda: turn_at_once(workers)}, rounds)["collectives"]
+        measured = take_turns({"collectives": lambda: measure_concurrently(workers)}, rounds)["collectives"]
     result = {"machine": harness.machine(), "devices": devices, **asdict(job), "rounds": rounds, **summarize(measured)}
     harness.present(result, lambda: [_table(result)], as_json=as_json)
 

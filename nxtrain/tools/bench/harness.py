@@ -127,7 +127,7 @@ def start_ranks(
     return workers
 
 
-def turn_at_once(workers: Sequence[BenchWorker], request: str = "") -> list[Any]:
+def measure_concurrently(workers: Sequence[BenchWorker], request: str = "") -> list[Any]:
     """Run one measurement in several worker processes at the same time, and return all results."""
     for worker in workers:
         worker.begin(request)

@@ -28,7 +28,7 @@ from nxtrain.parallel.schedule import Action, Order
 from nxtrain.parallel.simulate import Span
 from nxtrain.plan.pipeline import PipelineCosts, PipelineFigures, figures
 from nxtrain.plan.timeline import timeline
-from nxtrain.tools.bench.harness import start_ranks, table, take_turns, turn_at_once
+from nxtrain.tools.bench.harness import measure_concurrently, start_ranks, table, take_turns
 from nxtrain.tools.bench.train import SHAPE, check_backend
 
 MIB = 1 << 20
@@ -137,7 +137,7 @@ def measure(works: Sequence[StageWork], rounds: int) -> list[list[PipelineTurn]]
         sides: dict[str, Callable[[], list[Any]]] = {}
         for work in works:
             ranks = start_ranks(stack, "pipeline_rank", work.schedule, asdict(work), work.pp)
-            sides[work.schedule] = partial(turn_at_once, ranks)
+            sides[work.schedule] = partial(measure_concurrently, ranks)
         measured = take_turns(sides, rounds)
     turns = []
     for work in works:

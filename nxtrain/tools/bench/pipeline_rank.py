@@ -23,7 +23,7 @@ from nxtrain.parallel.linear import Postpone, SplitBackward
 from nxtrain.parallel.pipeline import Pipeline
 from nxtrain.parallel.schedule import Action
 from nxtrain.parallel.weight_grads import WeightGradients
-from nxtrain.tools.bench.clocks import Clocks, Moments, clocks_of
+from nxtrain.tools.bench.clocks import Clocks, Timestamps, clocks_of
 from nxtrain.tools.bench.pipeline import BACKWARD, StageWork
 from nxtrain.tools.bench.train import SHAPE
 
@@ -46,7 +46,7 @@ def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, An
     torch.set_num_threads(1)
     backend = open_backend(work.backend, BackendSettings(hang_timeout_s=PATIENCE_S))
     clocks = clocks_of(backend)
-    moments = Moments(clocks)
+    moments = Timestamps(clocks)
     occupy: Occupy = time.sleep
     if clocks.has_events:
         occupy = _BusyProducts(clocks)

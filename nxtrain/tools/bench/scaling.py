@@ -20,7 +20,7 @@ from rich.table import Table
 from nxtrain.common.process.progress import Progress
 from nxtrain.tools.bench import harness
 from nxtrain.tools.bench.chart import check_chart, write_chart
-from nxtrain.tools.bench.harness import PATIENCE_S, median_ratio, start_ranks, take_turns, turn_at_once
+from nxtrain.tools.bench.harness import PATIENCE_S, measure_concurrently, median_ratio, start_ranks, take_turns
 from nxtrain.tools.bench.train import BREAKDOWN, Workload
 
 ONE, TWO = "one", "two_independent"
@@ -106,12 +106,12 @@ def measure(
         groups = {ONE: alone[:1], TWO: alone}
         for name in names:
             groups[name] = start_ranks(stack, "scaling", name, job, RANKS)
-        measured = take_turns({name: partial(turn_at_once, group) for name, group in groups.items()}, rounds)
+        measured = take_turns({name: partial(measure_concurrently, group) for name, group in groups.items()}, rounds)
         parts = {}
         with Progress("parts of a step", len(names)) as progress:
             for done, name in enumerate(names):
                 progress.show(done, f"parts of a step: {name}")
-                parts[name] = turn_at_once(groups[name], BREAKDOWN)[0]
+                parts[name] = measure_concurrently(groups[name], BREAKDOWN)[0]
     return measured, parts
 
 

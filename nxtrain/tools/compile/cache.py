@@ -198,10 +198,10 @@ class Cache:
                 self.layout(entry.key.compiler).unlock(entry.folder)
         return [entry.key for entry in stale]
 
-    def disown(self, key: CacheKey) -> None:
+    def mark_lock_stale(self, key: CacheKey) -> None:
         """Mark an entry's locks as stale, so that other processes may break them."""
         layout = self.layout(key.compiler)
-        layout.disown(layout.path(key))
+        layout.mark_lock_stale(layout.path(key))
 
     def quarantine_failed(self) -> list[CacheKey]:
         """Quarantine entries whose compilation failed, so that the compiler tries them again; return their keys."""

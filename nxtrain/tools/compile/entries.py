@@ -276,7 +276,7 @@ class CacheLayout(ABC):
     def unlock(self, path: Path) -> None:
         """Remove the stale locks of an entry."""
 
-    def disown(self, path: Path) -> None:
+    def mark_lock_stale(self, path: Path) -> None:
         """Mark the locks of an entry as stale."""
 
     @abstractmethod

@@ -189,7 +189,7 @@ def _stop_run(miss: str, cache: Cache, key: CacheKey, compilers: Sequence[int]) 
     """End this rank because of a graph that was not compiled beforehand; the agent then ends the whole run."""
     _say(f"error: {miss}")
     # The next run that needs the graph would wait for a lock that no process holds any more.
-    cache.disown(key)
+    cache.mark_lock_stale(key)
     if compilers:
         # Compilers are killed after the ranks, since a rank without its compiler would report the wrong cause.
         end = f"sleep {AFTERMATH_S}; kill -9 {' '.join(map(str, compilers))}"

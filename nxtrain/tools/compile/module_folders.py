@@ -123,7 +123,7 @@ class ModuleFolders(CacheLayout):
             if not self._is_live(lock):
                 lock.unlink(missing_ok=True)
 
-    def disown(self, path: Path) -> None:
+    def mark_lock_stale(self, path: Path) -> None:
         for lock in _locks(path):
             with suppress(FileNotFoundError):
                 descriptor = os.open(lock, os.O_WRONLY | os.O_TRUNC)  # creates no lock that was released meanwhile

@@ -116,7 +116,7 @@ def check_torchneuron(mode: Sequence[Variable], why_no_mode: str) -> None:
         )
 
 
-def rehearse(argv: Sequence[str], env: Mapping[str, str], cache: Cache) -> Compiled:
+def compile_by_short_run(argv: Sequence[str], env: Mapping[str, str], cache: Cache) -> Compiled:
     """Execute the short run, and return the graphs that its ranks used: cache files that are new or were read."""
     before = {key for key in cache.done() if key.compiler == NEFF_FOLDER}
     for key in before:

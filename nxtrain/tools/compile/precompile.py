@@ -33,7 +33,7 @@ from nxtrain.tools.compile.manifest import (
     write_manifest,
 )
 from nxtrain.tools.compile.memory import host_memory
-from nxtrain.tools.compile.native_compile import check_torchneuron, deviceless_mode, rehearsal, rehearse
+from nxtrain.tools.compile.native_compile import check_torchneuron, compile_by_short_run, deviceless_mode, rehearsal
 from nxtrain.tools.compile.parallel_compile import Compiled, compile_graphs, print_line
 from nxtrain.tools.compile.tool import TOOL, tool_argv
 
@@ -99,7 +99,7 @@ def precompile(
     cache = Cache(cache_folder(config.compile, shared=native), grace_s=GRACE_S)
     if native:
         check_torchneuron(mode, why_no_mode)
-        compiled = rehearse(command.argv, env, cache)
+        compiled = compile_by_short_run(command.argv, env, cache)
     else:
         tool = _find_tool()
         print_line(f"up to {num_workers} graphs at a time: {'as --workers asks' if workers else memory}")

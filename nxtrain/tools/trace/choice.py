@@ -25,7 +25,7 @@ BY_COMPILER = "only AWS's compiler can trace NKI kernels"
 
 
 @dataclass(frozen=True)
-class StandIn:
+class TracedReplacement:
     """Configuration value that is traced in place of the value that a run uses."""
 
     key: str  # dotted key of the configuration
@@ -47,7 +47,7 @@ class Choices:
 
     layers: str  # `native` or `nxd`
     instance: Machine
-    stand_ins: tuple[StandIn, ...]
+    stand_ins: tuple[TracedReplacement, ...]
     notes: tuple[str, ...] = ()
 
 
@@ -66,10 +66,10 @@ def choose(config: RunConfig) -> Choices:
         ConfigError: The attention of the configuration cannot run.
     """
     name, chosen = backend_of(config), config.backend
-    stand_ins: list[StandIn] = []
+    stand_ins: list[TracedReplacement] = []
     notes: list[str] = []
     if chosen.name != "xla":
-        stand_ins.append(StandIn("backend.name", chosen.name, name, _device_reason(config, name)))
+        stand_ins.append(TracedReplacement("backend.name", chosen.name, name, _device_reason(config, name)))
 
     layers = "native"
     lacking = ""
@@ -78,11 +78,11 @@ def choose(config: RunConfig) -> Choices:
     attention: AttentionChoice | None = None
     if name != "neuron":
         if chosen.layers == "nxd":
-            stand_ins.append(StandIn("backend.layers", "nxd", "nxd", f"on {name} only for tests"))
+            stand_ins.append(TracedReplacement("backend.layers", "nxd", "nxd", f"on {name} only for tests"))
         attention = announced_attention(config, name, os.environ)
         if name == ON_GPUS and attention is not None and chosen.attention not in ("auto", "plain"):
             reason = f"{attention.reason}; elementary operations are traced"
-            stand_ins.append(StandIn("backend.attention", chosen.attention, attention.kind, reason))
+            stand_ins.append(TracedReplacement("backend.attention", chosen.attention, attention.kind, reason))
         if attention is not None and attention.kind in ("flash", "plain"):
             if (name, attention.kind, chosen.attention) == (ON_GPUS, "flash", "auto"):
                 notes.append(f"backend.attention=auto is {attention.kind} on {where}: {attention.reason}")
@@ -105,13 +105,13 @@ def choose(config: RunConfig) -> Choices:
         experts = experts_of(config, instance, sdk)
         if experts is not None and experts.kind == "blockwise":
             reason = f"{experts.reason}, on {where}; {BY_COMPILER}"
-            stand_ins.append(StandIn("backend.experts", chosen.experts, experts.kind, reason))
+            stand_ins.append(TracedReplacement("backend.experts", chosen.experts, experts.kind, reason))
         elif experts is not None and chosen.experts == "auto":
             notes.append(f"backend.experts=auto is {experts.kind} on {where}: {experts.reason}")
 
     if attention is not None and (attention.is_flash or attention.kind == "bounded"):
         reason = f"{attention.kind} on {where}, by {attention.reason}; {BY_COMPILER}"
-        stand_ins.append(StandIn("backend.attention", chosen.attention, attention.kind, reason))
+        stand_ins.append(TracedReplacement("backend.attention", chosen.attention, attention.kind, reason))
     elif attention is not None and chosen.attention == "auto":
         notes.append(f"backend.attention=auto is {attention.kind} on {where}: {attention.reason}")
     uses_nxd = layers == "nxd" or (attention is not None and attention.is_flash)
@@ -126,7 +126,7 @@ def without_nxd(choices: Choices, config: RunConfig, why: str) -> Choices:
     Args:
         why: Reason for the replacement.
     """
-    stand_in = StandIn("backend.layers", config.backend.layers, "nxd", why)
+    stand_in = TracedReplacement("backend.layers", config.backend.layers, "nxd", why)
     notes = tuple(note for note in choices.notes if note != _nxd_is_traced())
     return Choices("native", choices.instance, (*choices.stand_ins, stand_in), notes)
 
@@ -142,7 +142,9 @@ def _device_reason(config: RunConfig, name: str) -> str:
     return reason
 
 
-def _layers(config: RunConfig, distributed: Package, lacking: str, stand_ins: list[StandIn], notes: list[str]) -> str:
+def _layers(
+    config: RunConfig, distributed: Package, lacking: str, stand_ins: list[TracedReplacement], notes: list[str]
+) -> str:
     """Layer set that is traced, `native` or `nxd`.
 
     Args:
@@ -157,7 +159,7 @@ def _layers(config: RunConfig, distributed: Package, lacking: str, stand_ins: li
         return "native"
     if lacking:
         reason = f"nxd on neuron where {NXD} is installed; it {lacking}"
-        stand_ins.append(StandIn("backend.layers", chosen.layers, "nxd", reason))
+        stand_ins.append(TracedReplacement("backend.layers", chosen.layers, "nxd", reason))
         return "native"
     notes.append(_nxd_is_traced())
     return "nxd"

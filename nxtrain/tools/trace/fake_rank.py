@@ -36,7 +36,7 @@ from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.kernels import Float8Matrix, Grouping, KeyRanges, RowGroups, Rows
 from nxtrain.common.mesh import Axis, Mesh, StateAxes
-from nxtrain.common.process.greetings import without_greetings
+from nxtrain.common.process.greetings import suppress_gloo_messages
 from nxtrain.common.sequence_cut import SequenceCut
 from nxtrain.config.check import Resolved, family_of, resolve_model
 from nxtrain.plan.job import Attention, Job
@@ -163,7 +163,7 @@ class _Collectives(C10dCollectives):
     def group(self, axis: Axis) -> dist.ProcessGroup:
         if axis.groups not in self._groups and axis.size < self._world:
             ranks = list(axis.group_of(dist.get_rank()))
-            with without_greetings():  # torch-xla replaces `dist.new_group` by one without this argument
+            with suppress_gloo_messages():  # torch-xla replaces `dist.new_group` by one without this argument
                 self._groups.setdefault(axis.groups, new_group(ranks, use_local_synchronization=True))
         return super().group(axis)
 
@@ -185,7 +185,7 @@ class FakeBackend(C10dBackend):
         self.collectives = _Collectives(world)
         self.kernels = self.host_kernels = _Kernels(attention, windowed)
         if world > 1:
-            with without_greetings():
+            with suppress_gloo_messages():
                 dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
 
     @staticmethod

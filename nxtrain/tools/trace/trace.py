@@ -64,7 +64,7 @@ def trace(
         hlo: Folder for the graphs' HLO texts; None: they are not written.
         bind: Function that binds a vendor's library to a rank's backend; None: no library.
     """
-    tape, seconds = _Tape(num_ranks=len(ranks), num_steps=steps), list[float]()
+    tape, seconds = _Recorder(num_ranks=len(ranks), num_steps=steps), list[float]()
     axes: dict[Groups, Axis] = {}
     stages: dict[int, int] = {}
     for rank in ranks:
@@ -94,7 +94,7 @@ def trace(
 
 
 @dataclass
-class _Tape(RunObserver):
+class _Recorder(RunObserver):
     """Recorder of submitted graphs and host reads, for the rank, step and phase that run at the moment.
 
     Progress goes to standard error: one line when a rank begins, then at most one every `LINE_EVERY_S` seconds.
@@ -160,7 +160,7 @@ class _Tape(RunObserver):
 
 
 def _play(
-    plan: Resolved, world: int, tape: _Tape, steps: int, bind: Callable[[Backend], Binding] | None = None
+    plan: Resolved, world: int, tape: _Recorder, steps: int, bind: Callable[[Backend], Binding] | None = None
 ) -> tuple[Mesh, ParamTable]:
     """Run the trainer as one rank, on a backend that records graphs in place of running them."""
     backend = TracingBackend(world, tape.rank, tape)
@@ -172,7 +172,7 @@ def _play(
         backend.binding.close()
 
 
-def _train(plan: Resolved, backend: TracingBackend, tape: _Tape, steps: int) -> tuple[Mesh, ParamTable]:
+def _train(plan: Resolved, backend: TracingBackend, tape: _Recorder, steps: int) -> tuple[Mesh, ParamTable]:
     config = plan.config
     mesh = mesh_of(plan, backend)
     with backend.building():

@@ -43,7 +43,7 @@ MOST_ALARMS = 3
 """Largest number of alarm texts in a record: the first alarms since the record before."""
 OF_WEIGHTS = {"param_norm", "lost_update_frac"}
 """Keys of a record with numbers of the weights, which are finite after a step that updates nothing."""
-HOPELESS = 50
+MAX_BAD_STEPS = 50
 """Number of consecutive steps without an update after which the run ends under every policy."""
 
 _SOFTER = "with a lower optim.lr, a longer optim.warmup_steps or a smaller optim.clip"
@@ -74,7 +74,7 @@ class NumericsGuard:
     Args:
         config: Configuration of the run.
         state: Training state of the run.
-        heeds: False while graphs are extracted or traced, when numbers have no meaning. The guard then neither acts on
+        acts: False while graphs are extracted or traced, when numbers have no meaning. The guard then neither acts on
             the numbers nor reads or writes its files.
         attempt: Number of restarts before this start, for the files.
         console: Console of the warnings; None for standard error.
@@ -86,7 +86,7 @@ class NumericsGuard:
         config: RunConfig,
         state: TrainState,
         *,
-        heeds: bool = True,
+        acts: bool = True,
         attempt: int = 0,
         console: Console | None = None,
         rollbacks: Rollbacks | None = None,
@@ -95,7 +95,7 @@ class NumericsGuard:
         self.routers = RouterWatch()
         self._alarms: list[tuple[int, str, str]] = []
         self._config, self._state = config, state
-        self._heeds = heeds
+        self._acts = acts
         self._ranks = Ranks(state.mesh, state.backend.host_group)
         self._leads = self._ranks.is_leader
         self._print = (console or standard_error(quiet=not self._leads)).print
@@ -106,7 +106,7 @@ class NumericsGuard:
         self._verdicts: dict[int, str] = {}
         self._bad_steps = JsonlLog(config.run.dir / LOGS_DIR / NON_FINITE)
         self._votes = JsonlLog(config.run.dir / LOGS_DIR / VOTES)
-        if heeds and config.recovery.non_finite == "rollback":
+        if acts and config.recovery.non_finite == "rollback":
             # Read by one rank: where each node has its own disk, only the leader's disk holds the file.
             lines = self._ranks.on_leader(self._bad_steps.read, f"cannot read {self._bad_steps.file}")
             self._verdicts = {line["step"]: line["verdict"] for line in lines if {"step", "verdict"} <= line.keys()}
@@ -168,7 +168,7 @@ class NumericsGuard:
         bad = BadSteps.among([numbers for numbers in past if numbers.step not in overflows])
         empty = tuple(numbers.step for numbers in past if not numbers.has_targets)
         last_read, self._last_read = self._last_read, step
-        if not self._heeds:
+        if not self._acts:
             return Verdict()
         if len(self._bad_steps) and not self._bad_steps.write():
             self._warn(f"{self._bad_steps.file} is written again, and lacks nothing")
@@ -210,7 +210,7 @@ class NumericsGuard:
         of_all, differing = self._vote.gather()
         backend = self._state.backend
         number = backend.fetch({"differing": differing})["differing"]
-        if not self._heeds or number == 0:
+        if not self._acts or number == 0:
             return
         before: Counter[int] = Counter()  # number of earlier votes that named each rank
         with suppress(OSError):  # the difference must be reported even if the disk fails
@@ -313,7 +313,7 @@ class NumericsGuard:
                 self._record(step, bad, "stopped")
             remedy = self._remedy(bad.steps[0])
             raise DivergedError(f"{self._describe(bad)}; the run has diverged (recovery.non_finite=stop). {remedy}")
-        if self._in_a_row >= HOPELESS:
+        if self._in_a_row >= MAX_BAD_STEPS:
             row, remedy = f"the {self._in_a_row}th in a row", self._remedy(bad.steps[0])
             raise DivergedError(f"{self._describe(bad)}, {row}; the run has diverged. {remedy}")
         if policy == "rollback" and new:

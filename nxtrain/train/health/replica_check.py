@@ -31,7 +31,7 @@ from nxtrain.train.step import TrainState
 
 
 @dataclass(frozen=True)
-class Dissent:
+class ReplicaMismatch:
     """Tensors in which a minority of ranks differs from the other ranks.
 
     Args:
@@ -144,7 +144,7 @@ class ReplicaCheck:
             differing = differing + (of_holders != of_holders[:1]).sum(dtype=torch.float32)
         return of_all, collectives.all_reduce(differing, mesh.state)
 
-    def dissents(self, of_all: Sequence[Tensor]) -> list[Dissent]:
+    def dissents(self, of_all: Sequence[Tensor]) -> list[ReplicaMismatch]:
         """Differing ranks and tensors, from the gathered checksums, which are copied to the host."""
         tensors: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
         for (holders, names), sums in zip(self.ballots.items(), of_all, strict=True):
@@ -153,7 +153,7 @@ class ReplicaCheck:
                 sides = minority(ranks, column)
                 if sides is not None:
                     tensors.setdefault(sides, []).append(name)
-        return [Dissent(apart, others, tuple(names)) for (apart, others), names in tensors.items()]
+        return [ReplicaMismatch(apart, others, tuple(names)) for (apart, others), names in tensors.items()]
 
     def _replicas(self, *, expert: bool) -> Axis:
         """Axis of the ranks that hold equal parameters, or equal shards of parameters."""

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nxtrain.backends import flash_ranges
-from nxtrain.backends.attention_tiles import Tile, first_seen, listed, tiles, waves
+from nxtrain.backends.attention_tiles import Tile, first_seen, group_into_calls, listed, tiles
 from nxtrain.backends.flash_ranges import Call, failure
 from nxtrain.backends.ranged_attention import RangedAttention
 from nxtrain.common.kernels import KeyRanges
@@ -92,7 +92,7 @@ def test_tiles_of_a_call_have_no_key_in_common(seed: int, window: int | None) ->
     queries = listed(cut.positions(rank))
     rows = [first_seen(row[queries], queries, window) for row in drawn_starts(rng, 3, cut.seq_len).numpy()]
     by_sequence = [tiles(row, queries, listed(theirs), slides=window is not None) for row in rows]
-    calls = waves(by_sequence)
+    calls = group_into_calls(by_sequence)
     members = [member for _, found in calls for member in found]
     assert sorted(members, key=str) == sorted(((row, x) for row, own in enumerate(by_sequence) for x in own), key=str)
     for shape, found in calls:
@@ -145,7 +145,7 @@ def test_calls_compute_the_attention_of_the_formula_and_its_gradients(seed: int)
 @contextmanager
 def _first_tile_left_out() -> Iterator[None]:
     with (
-        patch.object(flash_ranges, "waves", lambda found: waves([own[1:] for own in found])),
+        patch.object(flash_ranges, "group_into_calls", lambda found: group_into_calls([own[1:] for own in found])),
         patch.object(flash_ranges, "undivided_tiles", lambda *_: ()),
     ):
         yield

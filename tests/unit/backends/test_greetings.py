@@ -9,7 +9,7 @@ from threading import Barrier, Thread
 
 import pytest
 
-from nxtrain.common.process.greetings import without_greetings
+from nxtrain.common.process.greetings import suppress_gloo_messages
 from tests.support import ROOT
 from tests.support.processes import free_port
 
@@ -18,7 +18,7 @@ GREETING = "[Gloo] Rank 0 is connected to 1 peer ranks."
 
 def test_all_but_greetings_is_written_in_its_order(capfd: pytest.CaptureFixture[str]) -> None:
     os.write(1, b"before\n")
-    with without_greetings():
+    with suppress_gloo_messages():
         os.write(1, f"one\n{GREETING}\ntwo [Gloo] Rank\n{GREETING}\nno end".encode())
         os.write(2, b"errors come at once\n")
         assert capfd.readouterr() == ("before\n", "errors come at once\n")
@@ -27,7 +27,7 @@ def test_all_but_greetings_is_written_in_its_order(capfd: pytest.CaptureFixture[
 
 
 def test_an_exception_loses_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="x"), without_greetings():
+    with pytest.raises(ValueError, match="x"), suppress_gloo_messages():
         os.write(1, b"why\n")
         raise ValueError("x")
     assert capfd.readouterr().out == "why\n"
@@ -37,7 +37,7 @@ def test_threads_and_nested_uses_share_one_stream(capfd: pytest.CaptureFixture[s
     inside, left = Barrier(2), Barrier(2)
 
     def other() -> None:
-        with without_greetings():
+        with suppress_gloo_messages():
             inside.wait()
             left.wait()
             os.write(1, f"other\n{GREETING}\n".encode())
@@ -45,7 +45,7 @@ def test_threads_and_nested_uses_share_one_stream(capfd: pytest.CaptureFixture[s
     thread = Thread(target=other)
     thread.start()
     inside.wait()
-    with without_greetings(), without_greetings():
+    with suppress_gloo_messages(), suppress_gloo_messages():
         os.write(1, f"{GREETING}\none\n".encode())
     left.wait()
     thread.join()
@@ -54,7 +54,7 @@ def test_threads_and_nested_uses_share_one_stream(capfd: pytest.CaptureFixture[s
 
 
 def test_a_stream_that_is_closed_stays_closed() -> None:
-    script = "from nxtrain.common.process.greetings import without_greetings as w\n"
+    script = "from nxtrain.common.process.greetings import suppress_gloo_messages as w\n"
     script += "import os\nwith w(): os.write(2, b'x')\n"
     script += "try: os.fstat(1)\nexcept OSError: os.write(2, b'closed')"
     command = ["bash", "-c", 'exec "$0" -c "$1" >&-', sys.executable, script]
@@ -111,6 +111,6 @@ def test_every_group_is_made_in_silence() -> None:
         lines = path.read_text(encoding="utf-8").splitlines()
         for number, line in enumerate(lines):
             made = any(f"dist.{maker}" in line for maker in makers) and '"xla"' not in line
-            if made and "without_greetings()" not in lines[number - 1]:
+            if made and "suppress_gloo_messages()" not in lines[number - 1]:
                 unheld.append(f"{path.name}:{number + 1}")
     assert unheld == []

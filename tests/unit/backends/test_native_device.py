@@ -263,8 +263,10 @@ def test_products_that_saturate_send_rounding_to_the_host(
         round_by_views(x, out, key, step)
         out.view(torch.int16)[0, 0] ^= 1  # one bit of one entry
 
-    names = [*native_rounding.WAYS]
-    monkeypatch.setattr(native_rounding, "WAYS", {names[0]: saturated, names[1]: saturated, names[2]: round_on_host})
+    names = [*native_rounding.IMPLEMENTATIONS]
+    monkeypatch.setattr(
+        native_rounding, "IMPLEMENTATIONS", {names[0]: saturated, names[1]: saturated, names[2]: round_on_host}
+    )
     backend = open_backend("neuron-native")
     assert isinstance(backend, NeuronNativeBackend)
     backend.choose_rounding("bf16_stochastic", "software")

@@ -11,7 +11,7 @@ import pytest
 
 from nxtrain.backends.neuron.hardware import INSTANCES
 from nxtrain.backends.neuron.sdk import RECOMMENDED, RELEASES, SdkVersion
-from nxtrain.backends.xla.environment import DEAD, Dead
+from nxtrain.backends.xla.environment import DEAD, RefusedVariable
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.config.schema import RunConfig
 from nxtrain.launch.environment import Environment
@@ -152,7 +152,7 @@ def test_nxd_is_told_to_be_quiet_where_it_may_be_used_unless_the_shell_wants_mor
 
 
 @pytest.mark.parametrize("dead", DEAD, ids=lambda dead: dead.name)
-def test_a_dead_variable_is_refused_with_its_replacement(dead: Dead) -> None:
+def test_a_dead_variable_is_refused_with_its_replacement(dead: RefusedVariable) -> None:
     result = neuron_environment(run(), INSTANCES["trn1.32xlarge"], NEWEST)
     (refused,) = result.conflicts({dead.name: "1"})
     assert (refused.key, refused.origin, refused.hint) == (dead.name, "environment", dead.instead)

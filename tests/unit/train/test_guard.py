@@ -22,7 +22,7 @@ from nxtrain.common.errors import CheckpointError, DivergedError, RestartError
 from nxtrain.common.io.jsonl import JsonlLog
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, LOGS_DIR
 from nxtrain.config.schema import RunConfig, TrainConfig
-from nxtrain.train.health.numerics import HOPELESS, NON_FINITE, NumericsGuard
+from nxtrain.train.health.numerics import MAX_BAD_STEPS, NON_FINITE, NumericsGuard
 from nxtrain.train.health.step_history import PastStep
 from nxtrain.train.step import TrainState
 
@@ -131,10 +131,10 @@ def test_a_rank_knows_what_the_leader_wrote_though_its_own_disk_does_not(
 
 def test_bad_steps_in_a_row_count_over_starts(tmp_path: Path) -> None:
     finished = 60
-    write(tmp_path, dict.fromkeys(range(finished - HOPELESS + 2, finished + 1), "persistent"))
+    write(tmp_path, dict.fromkeys(range(finished - MAX_BAD_STEPS + 2, finished + 1), "persistent"))
     watch = guard(tmp_path, "rollback")
     watch.begin(finished, {})
-    with pytest.raises(DivergedError, match=f"the {HOPELESS}th in a row"):
+    with pytest.raises(DivergedError, match=f"the {MAX_BAD_STEPS}th in a row"):
         watch.judge(finished + 1, dict(BAD), recorded=False)
 
 

@@ -42,7 +42,7 @@ def test_numbers_of_the_next_step_are_not_those_of_the_memory() -> None:
     history += 100
     memory.detach()
     assert memory.standing is not None
-    assert torch.equal(memory.numbers(is_concluded=False).counters["history"], torch.ones(3))
+    assert torch.equal(memory.numbers(is_finished=False).counters["history"], torch.ones(3))
     assert reads == []
     sections[0]("optimizer")
     assert reads == ["num_updates"], "the update waits for the sums"

@@ -17,7 +17,7 @@ from nxtrain.common.distributed.collectives import Collectives, Done, Pending
 from nxtrain.common.errors import BackendError
 from nxtrain.common.layers import LayerSet
 from nxtrain.common.mesh import Axis, Mesh
-from nxtrain.common.process.greetings import without_greetings
+from nxtrain.common.process.greetings import suppress_gloo_messages
 from nxtrain.common.sharding import ParamTable
 
 
@@ -119,7 +119,7 @@ class NxdBinding(Binding):
         if dist.is_initialized():
             return
         if self._is_cpu:
-            with without_greetings():
+            with suppress_gloo_messages():
                 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         else:
             import torch_xla.distributed.xla_backend  # noqa: F401

@@ -7,7 +7,7 @@ import time
 import pytest
 from torch.distributed import TCPStore
 
-from nxtrain.common.distributed.failures import ANSWER_S, FirstFailure, Peers, blaming, loss
+from nxtrain.common.distributed.failures import ANSWER_S, FirstFailure, Peers, loss, translate_peer_errors
 from nxtrain.common.errors import HangError, LostPeerError
 from nxtrain.common.process.deadlines import limit_words
 
@@ -28,14 +28,14 @@ LATE = (
 
 @pytest.mark.parametrize("line", GONE)
 def test_a_connection_that_ended_is_a_peer_that_is_gone(line: str) -> None:
-    with pytest.raises(LostPeerError) as lost, blaming(PEER):
+    with pytest.raises(LostPeerError) as lost, translate_peer_errors(PEER):
         raise RuntimeError(f"{line}\nand more")
     assert str(lost.value).startswith(f"{PEER.words} is gone: {line}. Its process crashed")
     assert lost.value.peer == 7
 
 
 def test_a_connection_that_is_silent_is_a_peer_that_hangs() -> None:
-    with pytest.raises(HangError) as lost, blaming(PEER):
+    with pytest.raises(HangError) as lost, translate_peer_errors(PEER):
         raise RuntimeError(LATE)
     assert str(lost.value).startswith(
         f"{PEER.words} did not come within recovery.hang_timeout_s=30 seconds: {LATE}. It hangs"
@@ -46,7 +46,7 @@ def test_a_connection_that_is_silent_is_a_peer_that_hangs() -> None:
 def test_a_failure_of_another_kind_is_no_loss() -> None:
     """Such as one of this rank's own, of which no other is to be blamed."""
     error = RuntimeError("No backend type associated with device type meta")
-    with pytest.raises(RuntimeError) as raised, blaming(PEER):
+    with pytest.raises(RuntimeError) as raised, translate_peer_errors(PEER):
         raise error
     assert raised.value is error
     assert loss(error) is None

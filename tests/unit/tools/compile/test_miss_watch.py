@@ -123,7 +123,7 @@ def test_the_lock_of_a_run_that_was_stopped_is_broken_at_once(tmp_path: Path) ->
     assert cache.break_locks() == []  # a compiler's lock is believed for a while
     code = "import sys; from pathlib import Path; from nxtrain.tools.compile.cache import Cache; "
     code += "from nxtrain.tools.compile.entries "
-    code += "import parse_key; Cache(Path(sys.argv[1])).disown(parse_key(sys.argv[2]))"
+    code += "import parse_key; Cache(Path(sys.argv[1])).mark_lock_stale(parse_key(sys.argv[2]))"
     subprocess.run([sys.executable, "-c", code, str(tmp_path), str(key(2))], check=True, timeout=60)
     entry = cache.entry(key(2))
     assert entry is not None
@@ -133,7 +133,7 @@ def test_the_lock_of_a_run_that_was_stopped_is_broken_at_once(tmp_path: Path) ->
 
 def test_a_lock_that_was_given_up_does_not_come_back(tmp_path: Path) -> None:
     folder = add_pending(tmp_path, key(2))
-    Cache(tmp_path).disown(key(2))
+    Cache(tmp_path).mark_lock_stale(key(2))
     assert not list(folder.glob("*.lock"))
 
 

@@ -188,7 +188,9 @@ def test_compile_rehearses_the_run_and_lists_the_graphs_that_it_used(
         add(cache, number)
     started: list[list[str]] = []
 
-    def rehearse(argv: Sequence[str], env: Mapping[str, str], check: bool) -> subprocess.CompletedProcess[str]:
+    def compile_by_short_run(
+        argv: Sequence[str], env: Mapping[str, str], check: bool
+    ) -> subprocess.CompletedProcess[str]:
         started.append([*argv])
         (cache / "neff" / neff(2).module).read_bytes()
         os.utime(cache / "neff" / neff(2).module)  # as a mount with access times notes the read
@@ -196,7 +198,7 @@ def test_compile_rehearses_the_run_and_lists_the_graphs_that_it_used(
         return subprocess.CompletedProcess(argv, 0)
 
     monkeypatch.setattr(torchneuron, "support", lambda *, devices=True: Support(True, "1 chip in this test"))
-    monkeypatch.setattr(native_compile.subprocess, "run", rehearse)  # type: ignore[attr-defined]
+    monkeypatch.setattr(native_compile.subprocess, "run", compile_by_short_run)  # type: ignore[attr-defined]
     config = native_run.config
     args = [f"compile.cache_dir={config.compile.cache_dir}", f"compile.manifest={config.compile.manifest}"]
     native = ["backend.name=neuron-native", "cluster.instance=trn2.3xlarge", "checkpoint.every=50", *args]
@@ -242,7 +244,9 @@ def test_without_devices_graphs_are_compiled_in_the_mode_without_them_and_with_d
 ) -> None:
     started: list[Mapping[str, str]] = []
 
-    def rehearse(argv: Sequence[str], env: Mapping[str, str], check: bool) -> subprocess.CompletedProcess[str]:
+    def compile_by_short_run(
+        argv: Sequence[str], env: Mapping[str, str], check: bool
+    ) -> subprocess.CompletedProcess[str]:
         started.append(env)
         add(tmp_path / "cache", 3)
         return subprocess.CompletedProcess(argv, 0)
@@ -257,7 +261,7 @@ def test_without_devices_graphs_are_compiled_in_the_mode_without_them_and_with_d
 
     monkeypatch.setattr(torchneuron, "support", support)
     monkeypatch.setattr(torchneuron_names, "reads", lambda _: True)
-    monkeypatch.setattr(native_compile.subprocess, "run", rehearse)  # type: ignore[attr-defined]
+    monkeypatch.setattr(native_compile.subprocess, "run", compile_by_short_run)  # type: ignore[attr-defined]
     native = ["backend.name=neuron-native", "cluster.instance=trn2.3xlarge", "compile.torch_compile=true"]
     native += [f"compile.cache_dir={tmp_path}/cache", f"compile.manifest={tmp_path}/manifest.json"]
     out = commands.output_of("compile", str(TINY), *native, "--dry-run")

@@ -16,14 +16,14 @@ from nxtrain.common.errors import BackendError, ConfigError
 from nxtrain.config.load import load
 from nxtrain.launch import neuron
 from nxtrain.tools.trace import choice
-from nxtrain.tools.trace.choice import Choices, StandIn, choose, without_nxd
+from nxtrain.tools.trace.choice import Choices, TracedReplacement, choose, without_nxd
 from tests.support import TINY
 
 TRN2 = "cluster.instance=trn2.48xlarge"
 LLAMA2 = ("model.preset=llama2-7b", "train.seq_len=4096", "parallel.tp=8", "precision.params=bf16")
 READ, UNREAD = (Package("neuronx-distributed", version) for version in ("0.18.31415", "0.19.1"))
 PLACEHOLDER = Package("neuronx-distributed", "0.1", placeholder=True)
-NAME = StandIn("backend.name", "neuron", "neuron", "its device is not here, and graphs need none")
+NAME = TracedReplacement("backend.name", "neuron", "neuron", "its device is not here, and graphs need none")
 FLASH = "flash on trn2.48xlarge, by NKI's kernel of neuronx-distributed {}, Neuron SDK {}; only AWS's compiler can"
 
 
@@ -53,7 +53,7 @@ def test_without_nxd_the_native_layers_stand_for_it(
     result = chosen(monkeypatch, f"backend.layers={configured}", here=here)
     reason = f"nxd on neuron where neuronx-distributed is installed; it {lacking}"
     assert result.layers == "native"
-    assert result.stand_ins == (NAME, StandIn("backend.layers", configured, "nxd", reason))
+    assert result.stand_ins == (NAME, TracedReplacement("backend.layers", configured, "nxd", reason))
     auto = "auto: " if configured == "auto" else ""
     assert lines(result)[1] == f"traced with backend.layers=native in place of nxd ({auto}{reason})"
 
