@@ -56,7 +56,7 @@ def absent_from_a_node(backend: Backend, absent: int) -> str:
 def test_a_rank_that_does_not_come_is_named_with_its_node(ranks: RankPool) -> None:
     result = ranks.run(3, absent_from_a_node, 2)
     assert result[0].startswith("some ranks are missing at the checkpoint of step 3, where the others wait for ")
-    assert "Ranks 2 failed to pass monitoredBarrier in 1000 ms on node 2. A missing rank died" in result[0]
+    assert "Ranks 2 failed to pass monitoredBarrier in 1000 ms on node 2. A missing rank crashed" in result[0]
 
 
 def test_equal_graphs_pass(ranks: RankPool) -> None:
