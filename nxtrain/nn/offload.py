@@ -13,7 +13,7 @@ Source: `torch.autograd.graph.save_on_cpu`, which also copies parameters, and a 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -166,29 +166,47 @@ def saved_on_host(module: nn.Module, transfers: Transfers, common: Iterable[Tens
     # The tensor stays alive with its copy, so that nothing else gets its memory and its key.
     copies: dict[object, tuple[Tensor, _HostCopy]] = {}
 
-    def pack(x: Tensor) -> Tensor | tuple[_HostCopy, torch.Size]:
+    def pack(x: Tensor) -> Tensor | tuple[_HostCopy, torch.Size, tuple[int, ...]]:
         is_parameter = isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
         if is_parameter or x.untyped_storage().data_ptr() in stays:
             return x
         key = _key(x)
         if key not in copies:
             copies[key] = x, saved.add(x)
-        return copies[key][1], x.shape
+        return copies[key][1], x.shape, x.stride()
 
-    def unpack(packed: Tensor | tuple[_HostCopy, torch.Size]) -> Tensor:
+    def unpack(packed: Tensor | tuple[_HostCopy, torch.Size, tuple[int, ...]]) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        copy, shape = packed
+        copy, shape, strides = packed
         if copy.here is not None and copy.here.device.type == "cpu":
             return copy.host.view(shape)
         saved.await_return()
         assert copy.here is not None
-        return copy.here.view(shape)
+        here = copy.here.view(shape)
+        if here.stride() != strides:  # the backward pass of a compiled function refuses other strides than it saved
+            here = with_strides(here, strides)
+        return here
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
     copies.clear()
     saved.end_forward()
+
+
+def with_strides(x: Tensor, strides: Sequence[int]) -> Tensor:
+    """Copy a tensor into memory with given strides.
+
+    Args:
+        x: Tensor whose entries are equal along each dimension of stride 0; they share memory in the copy.
+        strides: Strides of the copy.
+    """
+    once = x
+    for dim, stride in enumerate(strides):
+        if stride == 0 and x.numel():
+            once = once.narrow(dim, 0, 1)
+    copy = torch.empty_strided(once.shape, strides, dtype=x.dtype, device=x.device)
+    return copy.copy_(once).expand(x.shape)
 
 
 def _key(x: Tensor) -> object:

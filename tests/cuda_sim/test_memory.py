@@ -52,6 +52,45 @@ def test_activations_go_to_pinned_memory_and_back_without_a_wait(gpu: SimulatedG
     assert 0 < back < out  # the last block's stay
 
 
+def layouts_after_offload() -> list[tuple[object, object]]:
+    """Shape and strides of tensors that autograd saves in two blocks, before and after their stay on the host."""
+    import torch
+    from torch import Tensor, nn
+
+    from nxtrain.nn.offload import Transfers, saved_on_host
+
+    pairs: list[tuple[object, object]] = []
+
+    class Saving(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            views = [x, x[..., 2:6], x.permute(1, 0, 2), x.transpose(0, 1)[:, ::2], x[:1].expand(3, -1, -1), x[:0]]
+            views += [x.flatten().unfold(0, 4, 2), x[..., :1].expand(-1, -1, 7)]
+            ctx.save_for_backward(*views)
+            ctx.layouts = [(view.shape, view.stride()) for view in views]
+            return x + 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            pairs.extend(zip(ctx.layouts, [(view.shape, view.stride()) for view in ctx.saved_tensors], strict=True))
+            return grad
+
+    with opened_gpu():
+        x = torch.zeros(4, 6, 10, device="cuda", requires_grad=True)
+        transfers, block = Transfers(), nn.Module()
+        for _ in range(2):
+            with saved_on_host(block, transfers):
+                x = Saving.apply(x)
+        x.sum().backward()
+    return pairs
+
+
+def test_activations_come_back_with_their_shape_and_strides(gpu: SimulatedGpu) -> None:
+    """A compiled function, such as FlexAttention, ends the run for others. The first block's tensors were freed."""
+    pairs = gpu.run(layouts_after_offload)
+    assert len(pairs) == 16 and all(before == after for before, after in pairs), pairs
+
+
 def state_made() -> Record:
     """Record of the making of an optimizer's state."""
     import torch

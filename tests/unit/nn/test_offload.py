@@ -252,3 +252,21 @@ def test_a_slice_goes_as_a_tensor_that_one_copy_can_move(monkeypatch: pytest.Mon
     offload.offload_activations(model)
     model.blocks[0](torch.ones(2, 4, device="meta", requires_grad=True))
     assert device.sent == [((2, 2), (2, 1)), ((2, 2), (1, 2))]
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.arange(24.0).view(4, 6)[:, 1:3],
+        torch.arange(24.0).view(4, 6).t()[::2],
+        torch.arange(24.0).view(2, 3, 4)[:, :1].expand(-1, 5, -1),
+        torch.arange(6.0).expand(0, 6),
+        torch.arange(24.0).unfold(0, 4, 2),
+        torch.tensor(3.0),
+    ],
+    ids=["slice", "transposed", "expanded", "empty", "windows", "scalar"],
+)
+def test_a_dense_copy_gets_the_strides_and_keeps_the_entries(view: Tensor) -> None:
+    dense = view.clone(memory_format=torch.contiguous_format)
+    restored = offload.with_strides(dense, view.stride())
+    assert torch.equal(restored, view) and restored.stride() == view.stride()
