@@ -96,7 +96,7 @@ class Mirror:
         return [step for step, names in files.items() if directory.META in names]
 
     def prune(self, retention: directory.Retention) -> None:
-        """Delete the mirror's checkpoints that the retention rule does not keep; see `directory.doomed`."""
+        """Delete the mirror's checkpoints that the retention rule does not keep; see `directory.steps_to_delete`."""
         files = self._files()
         whole = sorted(step for step, names in files.items() if directory.META in names)
         for step in sorted(directory.steps_to_delete(whole, whole, retention)):

@@ -135,7 +135,7 @@ def test_what_cannot_be_read_back_is_put_aside_and_nothing_older_is_deleted(
     assert [path.name for path in directory.quarantined(tmp_path)] == ["step-00000004.corrupt"]
 
 
-@pytest.mark.parametrize("broken", ["mark_verified", "doomed", "point_to"])
+@pytest.mark.parametrize("broken", ["mark_verified", "steps_to_delete", "point_to"])
 def test_what_fails_once_it_is_there_costs_no_checkpoint_and_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
@@ -153,7 +153,7 @@ def test_what_fails_once_it_is_there_costs_no_checkpoint_and_no_room(
     (failed,) = outcomes[-1].untidy
     assert "No space left" in failed
     left = [directory.step_of(path) for path in directory.list_checkpoints(tmp_path)]
-    assert left == ([1, 2, 3, 4] if broken == "doomed" else [2, 3, 4])
+    assert left == ([1, 2, 3, 4] if broken == "steps_to_delete" else [2, 3, 4])
 
 
 def test_a_mistake_of_ours_is_no_problem_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
