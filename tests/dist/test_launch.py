@@ -80,8 +80,9 @@ from pathlib import Path
 from nxtrain.config.load import load
 from nxtrain.launch.debug import open_debug_folder
 note = open_debug_folder(load(Path(sys.argv[1]), sys.argv[2:]).config, is_alone=False)
-print("lines of", os.environ["RANK"], note, file=sys.stderr)
+sys.stderr.write(f"lines of {os.environ['RANK']} {note}\\n")
 """
+"""Ranks run unbuffered, so that `print` writes a line in pieces, between which torch's reader of the log may come."""
 
 
 @pytest.mark.parametrize("wanted", [True, False])
