@@ -31,8 +31,8 @@ from nxtrain.parallel.context_parallel import ContextParallel
 from nxtrain.train import step
 from nxtrain.train.device_batch import DeviceBatch
 from nxtrain.train.step import TrainState, eval_step
+from tests.support.attention_calls import FlashOnCpu
 from tests.support.corpora import END, drawn_row
-from tests.support.flash_on_cpu import FlashOnCpu
 from tests.support.models import hf_model, weights_of
 from tests.support.parity import Gradient, gradient, layout, relative_errors, start, whole
 from tests.support.ranks import RankPool

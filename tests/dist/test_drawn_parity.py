@@ -14,7 +14,6 @@ from nxtrain.common.batch_sizes import BatchSizes, SeqLengths
 from nxtrain.config.schema import FULLY_SHARDED, OffloadKind
 from nxtrain.parallel.fully_sharded import Backward
 from tests.support.drawn import OWN_SEED, SEED, Drawn, draw, one_in
-from tests.support.drawn_ramps import sizes
 from tests.support.drawn_runs import (
     across_a_checkpoint,
     check_drawn,
@@ -25,6 +24,7 @@ from tests.support.drawn_runs import (
     wanted,
     written,
 )
+from tests.support.drawn_schedules import sizes
 from tests.support.layouts import Degrees, all_layouts, covering_array, ramped_layouts
 from tests.support.ranks import RankPool
 

@@ -13,10 +13,10 @@ from nxtrain.backends import torch_kernels
 from nxtrain.backends.base import Backend
 from nxtrain.common.vocab import PROBABILITY_UNITS
 from nxtrain.config.check import Resolved
+from tests.support.drawn import dense_loss, taught_pairs
 from tests.support.models import changed, weights_of
 from tests.support.parity import Course, batches, check_course, layout, reference, run_ours
 from tests.support.ranks import RankPool
-from tests.support.teacher import dense_loss, taught_pairs
 
 STEPS, K, WEIGHT = 2, 5, 0.75
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -7,27 +7,29 @@ run, as they decide for a user.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nxtrain.common.errors import ConfigError
-from nxtrain.common.vocab import IGNORE_INDEX
+from nxtrain.common.vocab import IGNORE_INDEX, PROBABILITY_UNITS, true_targets
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.tables import toml_value
+from nxtrain.data.teacher import mixed
 from tests.support import TINY
-from tests.support.drawn_ramps import END_ID, draw_ramps, num_steps, sizes
+from tests.support.drawn_schedules import END_ID, draw_ramps, draw_rule, num_steps, sizes
 from tests.support.layouts import FULLY_SHARDED, ONE, Degrees
 from tests.support.models import MIXTURES, SCALING_TYPES, WITH_EXPERTS, draw_experts, draw_scaling
-from tests.support.rule_schedules import draw_rule
-from tests.support.teacher import taught_pairs
 
 OWN_SEED = 1
 """Seed of the lanes, whose draws hold every kind of run."""
@@ -357,3 +359,54 @@ def _optim(rng: Random) -> dict[str, Any]:
         "optim.decay_norms": rng.random() < 0.3,
         "optim.clip": rng.choice((0.0, 0.05, 1.0)),
     }
+
+
+def drawn_tokens(
+    rng: np.random.Generator, num_rows: int, k: int, seq_len: int, vocab_size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Different ids for each target and their probabilities in units, (n, K, S) each; some targets have none."""
+    ids = rng.random((num_rows, vocab_size, seq_len)).argsort(axis=1)[:, :k].astype(np.int64)
+    scores = np.sort(rng.normal(size=(num_rows, k, seq_len)), axis=1)[:, ::-1]
+    probabilities = 0.9 * np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+    units = (probabilities * PROBABILITY_UNITS).astype(np.int64)
+    units[rng.random((num_rows, 1, seq_len)).repeat(k, axis=1) < 0.1] = 0
+    return ids, units
+
+
+def taught_pairs(
+    pairs: Sequence[tuple[Tensor, Tensor]], *, k: int, vocab_size: int, weight: float, masked: float = 0.0
+) -> list[tuple[Tensor, Tensor]]:
+    """Inputs and targets with the tokens of a teacher, (n, 2R, S), of which a share does not count as well."""
+    rng = np.random.default_rng(k)
+    results = []
+    for inputs, targets in pairs:
+        own = np.where(rng.random(targets.shape) < masked, IGNORE_INDEX, targets.numpy())
+        ids, units = drawn_tokens(rng, len(own), k, own.shape[1], vocab_size)
+        results.append((inputs, torch.from_numpy(mixed(own, ids, units, weight))))
+    return results
+
+
+def entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of torch's cross entropies of (n, S, V) logits, to targets or to whole distributions of (n, 2R, S)."""
+    own = true_targets(targets)
+    if targets is own:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    ids, units = targets.movedim(1, -1).chunk(2, dim=-1)
+    dense = torch.zeros_like(logits).scatter_add(-1, ids.clamp(min=0), units.to(logits.dtype) / PROBABILITY_UNITS)
+    return F.cross_entropy(logits.movedim(-1, 1), dense.movedim(-1, 1), reduction="none")[own != IGNORE_INDEX].sum()
+
+
+def dense_loss(pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[torch.nn.Module, int], Tensor]:
+    """Loss of a step: torch's divergence from whole distributions, and their entropy, on transformers' logits."""
+
+    def loss(model: torch.nn.Module, step: int) -> Tensor:
+        inputs, targets = pairs[step]
+        log_q = model(input_ids=inputs).logits.double().log_softmax(-1)
+        ids, units = targets.movedim(1, -1).chunk(2, dim=-1)
+        counts = ids[..., 0] != IGNORE_INDEX
+        dense = torch.zeros_like(log_q).scatter_add(-1, ids.clamp(min=0), units.double() / PROBABILITY_UNITS)
+        divergence = F.kl_div(log_q, dense, reduction="none").sum(-1)
+        entropy = -torch.xlogy(dense, dense).sum(-1)
+        return (divergence + entropy)[counts].mean()
+
+    return loss

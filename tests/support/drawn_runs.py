@@ -37,7 +37,7 @@ from nxtrain.train.command import train_on
 from nxtrain.train.context import RunContext
 from tests.support import ROOT, TINY
 from tests.support.drawn import Drawn
-from tests.support.drawn_ramps import END_ID
+from tests.support.drawn_schedules import END_ID
 from tests.support.layouts import Degrees
 from tests.support.models import hf_model, weights_of
 from tests.support.parity import Course, max_weight_error, reference, run_ours

@@ -24,9 +24,9 @@ from nxtrain.train.build import build_mesh, build_meta, build_state, mesh_of
 from nxtrain.train.device_batch import DeviceBatch
 from nxtrain.train.step import TrainState, train_step
 from tests.support.adamw import wide_newton_schulz
+from tests.support.drawn import entropy_sum
+from tests.support.drawn_schedules import follow_by_hand
 from tests.support.models import hf_model, hf_tensors, our_model, plan, tokens
-from tests.support.rule_schedules import follow_by_hand
-from tests.support.teacher import entropy_sum
 
 LR = 3e-3
 OPTIM: dict[str, Any] = {"lr": LR, "weight_decay": 0.1, "clip": 0.5, "eps": 1e-5, "betas": (0.9, 0.95)}

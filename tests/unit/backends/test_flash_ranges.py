@@ -22,8 +22,8 @@ from nxtrain.backends.flash_ranges import Call, failure
 from nxtrain.backends.ranged_attention import RangedAttention
 from nxtrain.common.kernels import KeyRanges
 from nxtrain.common.sequence_cut import CutLayout, SequenceCut
+from tests.support.attention_calls import CpuFlash, FlashOnCpu
 from tests.support.contract_ranges import drawn_starts, exact_ranged
-from tests.support.flash_on_cpu import CpuFlash, FlashOnCpu
 
 LAYOUTS: tuple[CutLayout, ...] = ("contiguous", "zigzag", "striped")
 CASES = 120

@@ -14,7 +14,7 @@ from nxtrain.config.schema import DataConfig
 from nxtrain.data import BatchShare, Loader
 from nxtrain.data.dataset import open_data
 from nxtrain.data.teacher import mixed
-from tests.support.teacher import drawn_tokens
+from tests.support.drawn import drawn_tokens
 from tests.unit.config.test_check import checked, only
 
 ROWS, K, S, V = 6, 3, 5, 40

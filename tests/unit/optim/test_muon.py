@@ -23,8 +23,8 @@ from nxtrain.optim.update_rules import Nearest
 from nxtrain.parallel.precision import Update
 from nxtrain.parallel.whole_matrices import WholeMatrices
 from tests.support.adamw import host, precision, wide_newton_schulz
+from tests.support.drawn_schedules import follow_by_hand
 from tests.support.models import random
-from tests.support.rule_schedules import follow_by_hand
 
 STEPS = 12
 SCALE = 0.25

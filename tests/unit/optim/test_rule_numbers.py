@@ -19,7 +19,7 @@ from nxtrain.optim.adamw import AdamW
 from nxtrain.optim.rule_numbers import RuleNumbers
 from nxtrain.optim.schedule import Schedule, decay_factor, numbers_of_update, rule_schedules
 from tests.support.adamw import LAYOUT, TABLE, first, grads_of, host, precision, wide_newton_schulz
-from tests.support.rule_schedules import follow_by_hand, value_at
+from tests.support.drawn_schedules import follow_by_hand, value_at
 from tests.unit.optim import test_muon
 from tests.unit.optim.test_skipping import RULES, held
 
