@@ -14,11 +14,11 @@ from nxtrain.backends.base import Backend, fetched_names
 from nxtrain.backends.diagnostics import Diagnostics
 from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK, C10dCollectives
 from nxtrain.common.distributed.failures import FailureReporter
-from nxtrain.common.distributed.rendezvous import meet
+from nxtrain.common.distributed.rendezvous import join_rendezvous
 from nxtrain.common.distributed.replacement import end_waits
 from nxtrain.common.errors import LostPeerError, NxtrainError
 from nxtrain.common.mesh import Mesh, StateAxes
-from nxtrain.common.process.deadlines import first_use_limit_s, limit_words
+from nxtrain.common.process.deadlines import describe_limit, first_use_limit_s
 from nxtrain.common.process.greetings import suppress_gloo_messages
 from nxtrain.common.process.placement import Placement
 
@@ -56,12 +56,12 @@ class C10dBackend(Backend):
             limit_s = first_use_limit_s(hang_timeout_s)
         limit_s += self._group_patience_s
         self.collectives.hang_timeout_s = limit_s
-        self.collectives.limit = limit_words(hang_timeout_s, first_use=self.compiles_at_first_use)
+        self.collectives.limit = describe_limit(hang_timeout_s, first_use=self.compiles_at_first_use)
         if self.world > 1:
             timeout = timedelta(seconds=limit_s)
             # An explicit store, since heartbeats and failures use the store too.
-            self._store = store = meet(self.rank, self.world, timedelta(seconds=hang_timeout_s), rejoined)
-            self._failures = FailureReporter(store, self.rank, hang_timeout_s, self.collectives.words)
+            self._store = store = join_rendezvous(self.rank, self.world, timedelta(seconds=hang_timeout_s), rejoined)
+            self._failures = FailureReporter(store, self.rank, hang_timeout_s, self.collectives.rank_name)
             with suppress_gloo_messages():
                 dist.init_process_group(
                     process_group,

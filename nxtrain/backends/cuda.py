@@ -217,7 +217,7 @@ class CudaKernels(FusedKernels):
             return super().document_attention(q, k, v, starts, window)
         return self.flex(q, k, v, whole_rows(q, starts, window).first.expand(q.shape[1], -1))
 
-    def sees(self, ranges: KeyRanges) -> bool:
+    def has_visible_keys(self, ranges: KeyRanges) -> bool:
         return self.ranges is None or bool(self.ranges.calls(ranges))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:

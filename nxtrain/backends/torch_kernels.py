@@ -73,7 +73,7 @@ class PlainKernels(Kernels):
         out: Tensor = RangedAttention.apply(q, k, v, whole_rows(q, starts, window), self)
         return out
 
-    def sees(self, ranges: KeyRanges) -> bool:
+    def has_visible_keys(self, ranges: KeyRanges) -> bool:
         if not self.host_reads_are_free:
             return True
         after = torch.searchsorted(ranges.keys, ranges.last, right=True)

@@ -148,7 +148,7 @@ class CheckpointManifest(BaseModel):
 
     @field_validator("files")
     @classmethod
-    def _lie_in_the_folder(cls, files: dict[str, FileDigest]) -> dict[str, FileDigest]:
+    def _refuse_other_folders(cls, files: dict[str, FileDigest]) -> dict[str, FileDigest]:
         """Refuse file names outside of the checkpoint's folder, since a mirror would copy such files."""
         for name in files:
             if not _FILE.fullmatch(name):

@@ -51,7 +51,7 @@ class Mirror:
         """List the steps of the mirror's complete checkpoints, oldest first."""
         return sorted(step for step, names in self._files().items() if directory.META in names)
 
-    def spoilt(self) -> list[str]:
+    def quarantined(self) -> list[str]:
         """List the locations of the mirror's quarantined checkpoints."""
         return [str(self.folder(step)) for step, names in sorted(self._files().items()) if _CORRUPT in names]
 

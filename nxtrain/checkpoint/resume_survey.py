@@ -233,7 +233,7 @@ def _list_disk(folder: Path, unread: frozenset[int], *, is_mirrored: bool) -> Lo
 
 def _list_mirror(there: mirror.Mirror, unread: frozenset[int]) -> LocationSurvey:
     seals, damaged = _read_seals({step: there.folder(step) for step in there.steps() if step not in unread})
-    names = {address: directory.step_of(location_of(address)) for address in there.spoilt()}
+    names = {address: directory.step_of(location_of(address)) for address in there.quarantined()}
     return LocationSurvey(seals, damaged, unread, names, tuple(there.remnants()))
 
 

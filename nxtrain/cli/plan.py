@@ -81,7 +81,7 @@ def plan(
     if trace:
         from nxtrain.tools.trace.fake_rank import trace_job
 
-        compared = trace_job(prediction.job, prediction.stage).beside(prediction.bytes)
+        compared = trace_job(prediction.job, prediction.stage).compared_with(prediction.bytes)
     if as_json:
         document = prediction.to_json()
         if trace:

@@ -289,7 +289,7 @@ class Kernels(ABC):
             (S, B, num_heads, head_dim).
         """
 
-    def sees(self, ranges: KeyRanges) -> bool:
+    def has_visible_keys(self, ranges: KeyRanges) -> bool:
         """False if the host knows at no cost that the mask lets no query attend to any key."""
         return True
 

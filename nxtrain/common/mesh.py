@@ -249,7 +249,7 @@ class Mesh:
         """Axis of all ranks."""
         return self.over("pp", "dp", "cp", "tp")
 
-    def words(self, rank: int) -> str:
+    def rank_name(self, rank: int) -> str:
         """Name of a rank for messages, with its pipeline stage if there are several stages."""
         if self.pp_size == 1:
             return f"rank {rank}"

@@ -60,7 +60,7 @@ class AgentRendezvous:
         return False
 
 
-def unmet(where: str, error: Exception) -> str:
+def failed_rendezvous(where: str, error: Exception) -> str:
     """Error message for agents that cannot connect to each other, with the reason and a remedy."""
     return (
         f"the agents of the run do not meet at {where}: {reasons(error)}. The address must be that of one of the "

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nxtrain.common.run_folder import DEBUG_DIR, LOGS_DIR
 from nxtrain.config.schema import RunConfig
-from nxtrain.launch.environment import Variable, beside
+from nxtrain.launch.environment import Variable, with_shell_values
 
 _TORCH = "https://docs.pytorch.org/docs/2.9/distributed.html#debugging-torch-distributed-applications"
 _STACKS = "https://docs.pytorch.org/docs/2.9/debugging_environment_variables.html"
@@ -66,7 +66,7 @@ def debug_variables(config: RunConfig, environ: Mapping[str, str], *, neuron: bo
                 _NEURON,
             ),
         ]
-    return beside(variables, environ)
+    return with_shell_values(variables, environ)
 
 
 def agent_settings(config: RunConfig, environ: Mapping[str, str]) -> tuple[tuple[str, ...], tuple[Variable, ...]]:
@@ -76,7 +76,7 @@ def agent_settings(config: RunConfig, environ: Mapping[str, str]) -> tuple[tuple
     prefix = Variable(
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ", "a line on the terminal has its rank", _TORCHRUN
     )
-    return (f"--log-dir={debug_folder(config)}", "--tee=3"), beside([prefix], environ)
+    return (f"--log-dir={debug_folder(config)}", "--tee=3"), with_shell_values([prefix], environ)
 
 
 def open_debug_folder(config: RunConfig, *, is_alone: bool) -> str:

@@ -99,12 +99,12 @@ class Environment:
                 problems.append(Problem(COMPILER_FLAGS, reason, ORIGIN, flags[name].instead or "leave it out"))
         return problems
 
-    def beside(self, environ: Mapping[str, str]) -> tuple[Variable, ...]:
+    def with_shell_values(self, environ: Mapping[str, str]) -> tuple[Variable, ...]:
         """Environment variables of a child process; where the run allows other values, the shell's value.
 
         The shell must have no conflicts.
         """
-        chosen = beside(self.variables, environ)
+        chosen = with_shell_values(self.variables, environ)
         if not self.xla:
             return chosen
         ours = {_canonical(flag.name) for flag in self.compiler_flags}
@@ -130,7 +130,7 @@ CUBLAS_WORKSPACE = Variable(
 )
 
 
-def beside(variables: Iterable[Variable], environ: Mapping[str, str]) -> tuple[Variable, ...]:
+def with_shell_values(variables: Iterable[Variable], environ: Mapping[str, str]) -> tuple[Variable, ...]:
     """Environment variables of a child process, with the shell's value for variables that the shell has set."""
     chosen = []
     for variable in variables:

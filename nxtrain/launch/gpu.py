@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from nxtrain.common.machines import GPU, INSTANCE_TYPES
 from nxtrain.config.schema import ON_GPUS, RunConfig
-from nxtrain.launch.environment import Variable, beside
+from nxtrain.launch.environment import Variable, with_shell_values
 
 _ALLOCATOR = "https://docs.pytorch.org/docs/2.9/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf"
 _NCCL = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
@@ -52,7 +52,7 @@ def gpu_variables(config: RunConfig, environ: Mapping[str, str]) -> tuple[Variab
         variables.append(NO_END_BY_NCCL)
     if config.cluster.nodes > 1:
         variables += _between_machines(config.cluster.instance)
-    return beside(variables, environ)
+    return with_shell_values(variables, environ)
 
 
 def _between_machines(instance: str) -> list[Variable]:

@@ -20,7 +20,7 @@ from nxtrain.config.load import Loaded, load
 from nxtrain.config.model_folder import KEY
 from nxtrain.config.schema import RunConfig
 from nxtrain.launch.debug import agent_settings, debug_variables
-from nxtrain.launch.environment import CUBLAS_WORKSPACE, QUIET_PROFILER, Variable, beside
+from nxtrain.launch.environment import CUBLAS_WORKSPACE, QUIET_PROFILER, Variable, with_shell_values
 from nxtrain.launch.gpu import gpu_variables
 from nxtrain.launch.neuron import is_neuron, needs
 from nxtrain.launch.threads import thread_variables
@@ -201,9 +201,9 @@ def render(
         problems += [replace(p, origin=p.origin or loaded.origins.get(p.key, "")) for p in wanted.problems]
     variables += debug_variables(config, environ, neuron=neuron)
     if config.metrics.profile_steps and config.backend.name in {"cpu", "xla"}:
-        variables += beside([QUIET_PROFILER], environ)
+        variables += with_shell_values([QUIET_PROFILER], environ)
     if config.backend.deterministic:
-        variables += beside([CUBLAS_WORKSPACE], environ)
+        variables += with_shell_values([CUBLAS_WORKSPACE], environ)
     debugging = {variable.name for variable in variables}
     variables += [variable for variable in gpu_variables(config, environ) if variable.name not in debugging]
     given = {**environ, **{variable.name: variable.value for variable in variables}}

@@ -20,13 +20,13 @@ from nxtrain.common.dimensions import Dimensions
 from nxtrain.common.errors import BackendError, ConfigError, Problem
 from nxtrain.common.family import ModelConfig, ModelFamily
 from nxtrain.common.machines import Machine
-from nxtrain.common.process.document import give_output_back
+from nxtrain.common.process.document import restore_output
 from nxtrain.config.cache_dir import cache_folder, lock_folder
 from nxtrain.config.check import family_of, resolve_model
 from nxtrain.config.decode import nearest
 from nxtrain.config.schema import RunConfig
 from nxtrain.launch.debug import debug_variables
-from nxtrain.launch.environment import CUBLAS_WORKSPACE, Variable, beside
+from nxtrain.launch.environment import CUBLAS_WORKSPACE, Variable, with_shell_values
 from nxtrain.launch.gpu import gpu_variables
 from nxtrain.launch.native_variables import VISIBLE_CORES, native_environment, rank_variables
 from nxtrain.launch.threads import inference_variables, thread_variables
@@ -105,7 +105,7 @@ def needs(config: RunConfig, environ: Mapping[str, str], num_ranks: int) -> Need
             fits = -(-num_ranks * config.cluster.nodes // instance.devices)
             hint = f"use cluster.nodes={fits} or more, or lower degrees"
             problems.append(Problem("cluster.nodes", reason, hint=hint))
-    return Needs(tuple(about), environment.beside(environ), tuple(problems))
+    return Needs(tuple(about), environment.with_shell_values(environ), tuple(problems))
 
 
 def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local_world: int) -> None:
@@ -128,7 +128,7 @@ def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local
     else:
         wanted += thread_variables(config, environ, local_world)
         if config.backend.deterministic:
-            wanted += beside([CUBLAS_WORKSPACE], environ)
+            wanted += with_shell_values([CUBLAS_WORKSPACE], environ)
     _reexec(wanted, environ)
 
 
@@ -148,7 +148,7 @@ def _reexec(variables: Iterable[Variable], environ: Mapping[str, str]) -> None:
     """Re-execute this process with environment variables, unless it has them already."""
     complete = {**environ, **{variable.name: variable.value for variable in variables}}
     if complete != environ:
-        give_output_back()
+        restore_output()
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], complete)
 
 

@@ -61,7 +61,7 @@ from nxtrain.common.process.signals import STOPPING
 from nxtrain.common.run_folder import LOGS_DIR
 from nxtrain.config.load import load
 from nxtrain.config.operation_schema import RecoveryConfig
-from nxtrain.launch.agent_rendezvous import AgentRendezvous, reasons, unmet, unreachable
+from nxtrain.launch.agent_rendezvous import AgentRendezvous, failed_rendezvous, reasons, unreachable
 from nxtrain.launch.exit_codes import FINAL
 from nxtrain.metrics.start_log import last_step
 
@@ -229,7 +229,7 @@ class Agent(LocalElasticAgent):
             # The agent with the store is gone, perhaps because its ranks have stopped, as these ranks are about to.
             limit = time.monotonic() + REPORT_WAIT_S
             while self._alive() and time.monotonic() < limit:
-                self._let_stop()  # up to the grace period
+                self._await_stop()  # up to the grace period
                 time.sleep(0.05)
             codes = self._codes()
             if not codes or any(code not in {0, STOPPED} for code in codes):
@@ -238,7 +238,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._let_stop()
+        self._await_stop()
         if self._replace(worker_group):
             return RunResult(WorkerState.HEALTHY)
         self._wait_for_reports()
@@ -248,7 +248,7 @@ class Agent(LocalElasticAgent):
         if self.stop or any(failure.exitcode in {*FINAL, STOPPED} for failure in result.failures.values()):
             self._remaining_restarts = 0
             return result
-        self._regain(worker_group)
+        self._reset_restarts(worker_group)
         return result
 
     def _replace(self, worker_group: WorkerGroup) -> bool:
@@ -281,7 +281,7 @@ class Agent(LocalElasticAgent):
                 failure.publish(f"lost ranks: {spans([rank for rank, code in enumerate(codes) if code])}")
                 tell_at = limit
             time.sleep(LOOK_S)
-        self._regain(worker_group)
+        self._reset_restarts(worker_group)
         self._remaining_restarts -= 1
         lost = [rank for rank, code in enumerate(codes) if code is not None]
         processes.replace(lost, start + 1)
@@ -292,7 +292,7 @@ class Agent(LocalElasticAgent):
         print(f"lost ranks {spans(lost)} are replaced; ranks {spans(living)} keep their processes", file=sys.stderr)
         return True
 
-    def _regain(self, worker_group: WorkerGroup) -> None:
+    def _reset_restarts(self, worker_group: WorkerGroup) -> None:
         """Reset the count of restarts if the run got further than at the last failure."""
         reached = self._reached()
         if reached > self._furthest:
@@ -312,7 +312,7 @@ class Agent(LocalElasticAgent):
             return [process.poll() for process in self._pcontext.processes]
         return []
 
-    def _let_stop(self) -> None:
+    def _await_stop(self) -> None:
         """Wait until all ranks stop after a stop signal to this agent or a rank; kill them after the grace period."""
         while self._alive():
             codes = self._codes()
@@ -395,12 +395,12 @@ def _run(options: Namespace) -> int | None:
         for rank, failure in sorted(error.failures.items()):
             if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # with which the agent ends the others
                 print(f"error: rank {rank}: ended by {failure.signal_name()}", file=sys.stderr)
-        return blame(codes)
+        return exit_code_of(codes)
     except (RendezvousError, DistError, OSError) as error:
         if Agent.stop:
             return STOPPED
         if not Agent.starts or isinstance(error, OSError):
-            print(f"error: {unmet(options.rdzv_endpoint or options.master_addr, error)}", file=sys.stderr)
+            print(f"error: {failed_rendezvous(options.rdzv_endpoint or options.master_addr, error)}", file=sys.stderr)
             return BackendError.exit_code
         if isinstance(error, RendezvousClosedError):
             print("error: the agent of another machine has ended, and says why; this one ends, too", file=sys.stderr)
@@ -432,7 +432,7 @@ def _configure(options: Namespace) -> None:
         Agent.recovery, Agent.logs = config.recovery, config.run.dir / LOGS_DIR
 
 
-def blame(exit_codes: Sequence[int]) -> int:
+def exit_code_of(exit_codes: Sequence[int]) -> int:
     """Choose the most informative exit code of all ranks: nxtrain's own codes, then crashes, then signals.
 
     Ranks that lose a peer crash (1) or are killed (negative) at nearly the same time as the rank that knows the cause.

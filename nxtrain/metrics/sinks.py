@@ -177,7 +177,7 @@ class JsonlSink:
 
     def __init__(self, path: Path, resume_step: int) -> None:
         if path.exists():
-            jsonl.keep_up_to(path, "step", resume_step)
+            jsonl.truncate_after(path, "step", resume_step)
         self._path = path
         self._file = jsonl.open_to_append(path)
 

@@ -80,7 +80,7 @@ class ContextParallel(ContextAttention):
         return _Gather.apply(q, k, v, ranges, self)  # type: ignore[no-any-return]
 
     def learn(self, uploaded: Tensor, starts: Tensor) -> None:
-        self._hops[uploaded] = cache(partial(hops_seen, self.cut, starts=starts))
+        self._hops[uploaded] = cache(partial(visible_hops, self.cut, starts=starts))
 
     def hops(self, ranges: KeyRanges) -> tuple[int, ...]:
         """Steps of the ring (hops) at which a query of any rank may attend to arriving keys; all others are skipped.
@@ -230,7 +230,7 @@ class _Ring(torch.autograd.Function):
         return q_grad.to(q.dtype), k_grad.to(k.dtype), v_grad.to(v.dtype), None, None
 
 
-def hops_seen(cut: SequenceCut, window: int | None, starts: Tensor | None = None) -> tuple[int, ...]:
+def visible_hops(cut: SequenceCut, window: int | None, starts: Tensor | None = None) -> tuple[int, ...]:
     """Steps of a ring (hops) at which a query of any rank attends to the arriving keys, ascending from 0.
 
     Args:
@@ -242,16 +242,16 @@ def hops_seen(cut: SequenceCut, window: int | None, starts: Tensor | None = None
     first = np.zeros((1, cut.seq_len), dtype=np.int64) if starts is None else starts.numpy()
     if window is not None:
         first = np.maximum(first, np.arange(cut.seq_len) - (window - 1))
-    return tuple(hop for hop in range(cut.size) if _is_seen(cut, hop, first))
+    return tuple(hop for hop in range(cut.size) if _is_visible(cut, hop, first))
 
 
 @lru_cache(maxsize=64)
 def _hops_of_rows(cut: SequenceCut, window: int | None) -> tuple[int, ...]:
-    """Cached result of `hops_seen` for rows that are one document each."""
-    return hops_seen(cut, window)
+    """Cached result of `visible_hops` for rows that are one document each."""
+    return visible_hops(cut, window)
 
 
-def _is_seen(cut: SequenceCut, hop: int, first: np.ndarray) -> bool:
+def _is_visible(cut: SequenceCut, hop: int, first: np.ndarray) -> bool:
     """True if a query of any rank attends to keys of the rank `hop` places before it on the ring.
 
     Args:
@@ -277,7 +277,7 @@ def _of_block(ranges: KeyRanges, source: int, context: ContextParallel) -> KeyRa
         return None
     keys = context.moved(ranges.last, source)
     of_block = replace(ranges, keys=keys, known=(own, theirs))
-    return of_block if context.kernels.sees(of_block) else None
+    return of_block if context.kernels.has_visible_keys(of_block) else None
 
 
 def _joined(out: Tensor, log_sums: Tensor, part: Tensor, part_sums: Tensor) -> tuple[Tensor, Tensor]:

@@ -57,41 +57,41 @@ class StageError(RuntimeError):
 
 
 @dataclass
-class _Exit:
+class _ReceivedGrads:
     """Holder of the gradients received for a chunk's sent tensors, where the chunk's autograd graph ends."""
 
     grads: Sequence[Tensor] = ()
 
 
-class _Leave(torch.autograd.Function):
+class _EndChunk(torch.autograd.Function):
     """Autograd function that replaces a sent state by a scalar, so that the graph does not keep the state alive.
 
     The backward pass continues with the gradients that the next stage has sent back.
     """
 
     @staticmethod
-    def forward(ctx: Any, exit_: _Exit, *state: Tensor) -> Tensor:
-        ctx.exit_ = exit_
+    def forward(ctx: Any, received_grads: _ReceivedGrads, *state: Tensor) -> Tensor:
+        ctx.received_grads = received_grads
         return state[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.exit_.grads
+        return None, *ctx.received_grads.grads
 
 
 @dataclass(frozen=True)
-class _Passage:
+class _ForwardPass:
     """Autograd state of a micro-batch in a chunk, kept from its forward pass to its backward pass.
 
     Args:
         entered: The received tensors, leaves of the graph; none in the first stage.
         end: Tensor with which backward begins.
-        exit_: Holder of the gradients of the sent tensors.
+        received_grads: Holder of the gradients of the sent tensors.
     """
 
     entered: Sequence[Tensor]
     end: Tensor
-    exit_: _Exit
+    received_grads: _ReceivedGrads
 
 
 Item = tuple[str, int, int]
@@ -102,19 +102,19 @@ State = Sequence[Tensor]
 
 
 @dataclass(frozen=True)
-class _Underway:
+class _InFlight:
     """Transfers and micro-batches in progress during a pass over a batch.
 
     Attributes:
         received: Receives that were started and whose tensors are not yet used.
-        passages: Forward passes still without their backward pass, by chunk and micro-batch.
+        forward_passes: Forward passes still without their backward pass, by chunk and micro-batch.
         postponed: Weight gradients not yet computed, by chunk and micro-batch.
         to_send: Computed states and gradients that are not yet being sent.
         sent: Last send of each direction, kept until it is complete.
     """
 
     received: dict[Item, Sequence[Pending[Tensor]]] = field(default_factory=dict)
-    passages: dict[tuple[int, int], _Passage] = field(default_factory=dict)
+    forward_passes: dict[tuple[int, int], _ForwardPass] = field(default_factory=dict)
     postponed: dict[tuple[int, int], Postponed] = field(default_factory=dict)
     to_send: dict[Item, State] = field(default_factory=dict)
     sent: dict[str, Sequence[Pending[None]]] = field(default_factory=dict)
@@ -151,7 +151,7 @@ class Pipeline:
         self._comm = comm
         self._boundary = boundary
         self._blanks, self._weight_grads = blanks, weight_grads
-        self._pp, self._place = mesh.pp, mesh.words(mesh.rank)
+        self._pp, self._place = mesh.pp, mesh.rank_name(mesh.rank)
         self.watch: Callable[[Action], AbstractContextManager[object]] = nullcontext
 
     def train(self, batch: MicroBatches, begin_backward: Callable[[bool], None], on_loss: OnLoss) -> None:
@@ -175,43 +175,43 @@ class Pipeline:
     def _carry_out(
         self, actions: Schedule, batch: MicroBatches, begin_backward: Callable[[bool], None], on_loss: OnLoss
     ) -> None:
-        underway = _Underway()
+        in_flight = _InFlight()
         rank = self._pp.rank
         # Recorded transfers run in sequence, so a send and a receive are joined; eager ones overlap anyway.
         steps = with_exchanges(actions)[rank] if self._comm.lazy else ((action,) for action in actions[rank])
         for action, *more in steps:
             try:
-                received = self._await(action, underway)
+                received = self._await(action, in_flight)
                 with self.watch(action):
                     if action.kind == "forward":
-                        self._forward(action, received, underway, batch, on_loss)
+                        self._forward(action, received, in_flight, batch, on_loss)
                     elif action.kind == "backward":
                         begin_backward(action.micro == len(batch) - 1)
-                        self._backward(action, received, underway)
+                        self._backward(action, received, in_flight)
                     elif action.kind == "weight":
                         begin_backward(action.micro == len(batch) - 1)
-                        compute(underway.postponed.pop((action.chunk, action.micro)))
+                        compute(in_flight.postponed.pop((action.chunk, action.micro)))
                     elif more:
-                        self._exchange(action, more[0], underway)
+                        self._exchange(action, more[0], in_flight)
                     else:
-                        self._transfer(action, underway)
+                        self._transfer(action, in_flight)
             except NxtrainError:
                 raise
             except Exception as error:
                 raise StageError(f"{self._place} failed in {action}: {type(error).__name__}: {error}") from error
-        for direction in tuple(underway.sent):
-            _complete(direction, underway)
+        for direction in tuple(in_flight.sent):
+            _complete(direction, in_flight)
 
-    def _await(self, action: Action, underway: _Underway) -> State:
+    def _await(self, action: Action, in_flight: _InFlight) -> State:
         """Wait for the tensors that a computation receives from another stage; empty if the computation needs none."""
         part = self._parts[action.chunk]
         starts = {"forward": part.first, "backward": part.last}  # without input from another stage
         if starts.get(action.kind, True):
             return ()
-        return [pending.wait() for pending in underway.received.pop((action.kind, action.chunk, action.micro))]
+        return [pending.wait() for pending in in_flight.received.pop((action.kind, action.chunk, action.micro))]
 
     def _forward(
-        self, action: Action, entered: State, underway: _Underway, batch: MicroBatches, on_loss: OnLoss
+        self, action: Action, entered: State, in_flight: _InFlight, batch: MicroBatches, on_loss: OnLoss
     ) -> None:
         chunk, micro = action.chunk, action.micro
         part = self._parts[chunk]
@@ -219,7 +219,7 @@ class Pipeline:
         for leaf in entered:
             leaf.requires_grad_(torch.is_grad_enabled())
         state = entered or (tokens,)
-        exit_ = _Exit()
+        received_grads = _ReceivedGrads()
         saving: AbstractContextManager[None] = nullcontext()
         if self._comm.lazy:  # eager views need no memory
             saving = save_copies_of_views()
@@ -229,44 +229,44 @@ class Pipeline:
             (loss,) = out
             end = on_loss(loss, targets)
         else:
-            underway.to_send["forward", chunk, micro] = [tensor.data for tensor in out]
-            end = _Leave.apply(exit_, *out)
+            in_flight.to_send["forward", chunk, micro] = [tensor.data for tensor in out]
+            end = _EndChunk.apply(received_grads, *out)
         del out  # frees the sent state; `end` keeps the graph
         if torch.is_grad_enabled():
-            underway.passages[chunk, micro] = _Passage(entered, end, exit_)
+            in_flight.forward_passes[chunk, micro] = _ForwardPass(entered, end, received_grads)
         self._boundary()
 
-    def _backward(self, action: Action, received: State, underway: _Underway) -> None:
+    def _backward(self, action: Action, received: State, in_flight: _InFlight) -> None:
         chunk, micro = action.chunk, action.micro
-        passage = underway.passages.pop((chunk, micro))
-        passage.exit_.grads = received
-        passage.end.backward()
+        forward_pass = in_flight.forward_passes.pop((chunk, micro))
+        forward_pass.received_grads.grads = received
+        forward_pass.end.backward()
         if self._weight_grads:
-            underway.postponed[chunk, micro] = self._weight_grads.take()
-        if passage.entered:
+            in_flight.postponed[chunk, micro] = self._weight_grads.take()
+        if forward_pass.entered:
             # Without losses of the routers, nothing depends on the routing.
-            grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in passage.entered]
-            assert passage.entered[0].grad is not None, "the output of a chunk does not depend on its input"
-            underway.to_send["backward", chunk, micro] = grads
+            grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in forward_pass.entered]
+            assert forward_pass.entered[0].grad is not None, "the output of a chunk does not depend on its input"
+            in_flight.to_send["backward", chunk, micro] = grads
         self._boundary()
 
-    def _transfer(self, action: Action, underway: _Underway) -> None:
+    def _transfer(self, action: Action, in_flight: _InFlight) -> None:
         item, peer = _item(action), self._peer(action)
         if not action.is_send:
-            underway.received[item] = [self._comm.start_receive(blank, self._pp, peer) for blank in self._blanks]
+            in_flight.received[item] = [self._comm.start_receive(blank, self._pp, peer) for blank in self._blanks]
             return
         direction = item[0]
-        _complete(direction, underway)  # at most one send of each direction waits for a slow receiver
-        state = underway.to_send.pop(item)
-        underway.sent[direction] = [self._comm.start_send(tensor.contiguous(), self._pp, peer) for tensor in state]
+        _complete(direction, in_flight)  # at most one send of each direction waits for a slow receiver
+        state = in_flight.to_send.pop(item)
+        in_flight.sent[direction] = [self._comm.start_send(tensor.contiguous(), self._pp, peer) for tensor in state]
 
-    def _exchange(self, one: Action, other: Action, underway: _Underway) -> None:
+    def _exchange(self, one: Action, other: Action, in_flight: _InFlight) -> None:
         send, receive = one, other
         if receive.is_send:
             send, receive = receive, send
         peer = self._peer(send)
-        state = underway.to_send.pop(_item(send))
-        underway.received[_item(receive)] = [
+        state = in_flight.to_send.pop(_item(send))
+        in_flight.received[_item(receive)] = [
             Done(self._comm.exchange(tensor.contiguous(), self._pp, peer)) for tensor in state
         ]
 
@@ -275,9 +275,9 @@ class Pipeline:
         return action.other_end(self._pp.rank, self._pp.size)[0]
 
 
-def _complete(direction: str, underway: _Underway) -> None:
+def _complete(direction: str, in_flight: _InFlight) -> None:
     """Wait for the last send of a direction (`forward` or `backward`), if one is in progress."""
-    for pending in underway.sent.pop(direction, ()):
+    for pending in in_flight.sent.pop(direction, ()):
         pending.wait()
 
 

@@ -147,7 +147,7 @@ def assemble(spec: ShardSpec, mesh: Mesh, pieces: Tensor) -> dict[str, Tensor]:
     shards = pieces.unflatten(0, (shard_size, tp.size)).transpose(0, 1).flatten(1, 2)[:, :num_rows]
     parts: dict[str, list[Tensor]] = {segment.name: [] for segment in spec.segments}
     for rank, shard in enumerate(shards.unbind()):
-        for piece, view in spec.views(shard, _seen_from(tp, rank)):
+        for piece, view in spec.views(shard, replace(tp, rank=rank)):
             if piece.copy == 0 and piece.length:
                 parts[piece.segment.name].append(view)
     return {name: torch.cat(views, dim) for name, views in parts.items()}
@@ -161,7 +161,7 @@ def divide(spec: ShardSpec, mesh: Mesh, segments: Mapping[str, Tensor]) -> Tenso
     shards = []
     for rank in range(tp.size):
         views = []
-        for piece in spec.pieces(_seen_from(tp, rank)):
+        for piece in spec.pieces(replace(tp, rank=rank)):
             view = segments[piece.segment.name].narrow(dim, piece.start, piece.length)
             views.append(_padded(view, dim, piece.local_length))
         shards.append(torch.cat(views, dim))
@@ -173,10 +173,6 @@ def divide(spec: ShardSpec, mesh: Mesh, segments: Mapping[str, Tensor]) -> Tenso
 
 def _axes_of(spec: ShardSpec, mesh: Mesh) -> StateAxes:
     return mesh.experts if spec.expert else mesh.dense
-
-
-def _seen_from(tp: Axis, rank: int) -> Axis:
-    return replace(tp, rank=rank)
 
 
 def _padded(x: Tensor, dim: int, size: int) -> Tensor:

@@ -81,7 +81,7 @@ class RunContext:
         backend.choose_float8(config.precision.fp8, config.precision.params)
         if watchdog is not None:
             stages = [mesh.pp.group_of(rank).index(rank) for rank in range(mesh.world)]
-            watchdog.lay_out(lambda rank: mesh.words(rank) + placement.on_nodes([rank]), stages)
+            watchdog.lay_out(lambda rank: mesh.rank_name(rank) + placement.on_nodes([rank]), stages)
         return RunContext(
             plan=plan,
             backend=backend,

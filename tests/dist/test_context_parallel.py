@@ -18,7 +18,7 @@ from nxtrain.common.mesh import Mesh
 from nxtrain.common.sequence_cut import CutLayout, SequenceCut
 from nxtrain.common.vocab import END_BIT, IGNORE_INDEX
 from nxtrain.config.check import Resolved
-from nxtrain.parallel.context_parallel import ContextParallel, hops_seen
+from nxtrain.parallel.context_parallel import ContextParallel, visible_hops
 from tests.dist.test_document_stages import (
     MUTANTS,
     documents_alone,
@@ -160,7 +160,7 @@ def test_a_ring_that_passes_over_ranks_computes_all_that_is_seen(
     out, _ = exact_ranged(q, k, v, whole_rows(q, starts, window))
     out.backward(grad)
     wanted = [out.detach(), q.grad, k.grad, v.grad]
-    num_hops = len(hops_seen(cut, window, starts)) - 1
+    num_hops = len(visible_hops(cut, window, starts)) - 1
     for rank, (found, transfers) in enumerate(results):
         assert transfers == (3 * num_hops + 1 if num_hops else 0), "keys forward, keys and gradients backward"
         for ours, whole_ in zip(found, wanted, strict=True):

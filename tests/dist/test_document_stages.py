@@ -216,13 +216,13 @@ def _skipped_block_that_is_visible() -> AbstractContextManager[Any]:
 
 def _hop_that_a_document_takes_left_out() -> AbstractContextManager[Any]:
     """Each rank gets half of the hops, and all ranks agree."""
-    sound = context_parallel.hops_seen
+    sound = context_parallel.visible_hops
 
     def shorter(*args: Any, **kwargs: Any) -> tuple[int, ...]:
         hops = sound(*args, **kwargs)
         return hops[: (len(hops) + 1) // 2]
 
-    return patch.object(context_parallel, "hops_seen", shorter)
+    return patch.object(context_parallel, "visible_hops", shorter)
 
 
 @contextmanager

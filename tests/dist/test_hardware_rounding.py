@@ -115,7 +115,7 @@ def trained(
                 train_step(state, local_batch(state, batch, resolved.config.train.micro_batch), LR)
     vote = ReplicaCheck(state)
     of_all, _ = vote.gather()
-    return entries(state), [str(result) for result in vote.dissents(of_all)]
+    return entries(state), [str(result) for result in vote.mismatches(of_all)]
 
 
 def entries(state: TrainState) -> Entries:

@@ -17,7 +17,7 @@ import pytest
 from nxtrain.common.errors import BackendError, DataError, DivergedError, HangError, StoppedBySignal
 from nxtrain.config.load import load
 from nxtrain.launch.debug import agent_settings
-from nxtrain.launch.torchrun import blame
+from nxtrain.launch.torchrun import exit_code_of
 from tests.support.ranks import context
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
@@ -198,7 +198,7 @@ def test_no_thread_of_a_group_is_left_when_a_rank_ends(tmp_path: Path) -> None:
     ],
 )
 def test_the_code_that_tells_most_wins(exit_codes: list[int], code: int) -> None:
-    assert blame(exit_codes) == code
+    assert exit_code_of(exit_codes) == code
 
 
 def _isolates() -> bool:

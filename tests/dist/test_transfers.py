@@ -13,7 +13,7 @@ from torch import Tensor
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.common.errors import NxtrainError
 from nxtrain.common.mesh import Mesh
-from nxtrain.common.process.deadlines import limit_words
+from nxtrain.common.process.deadlines import describe_limit
 from tests.dist.test_collectives import DTYPES, TRANSPORTS, held_by
 from tests.support.ranks import RankPool
 
@@ -85,7 +85,7 @@ def waited(backend: CpuBackend, dies: bool, transport: str) -> tuple[str, str, f
     """Transfer with the stage in the middle, which dies or sleeps instead; what that ends in, and after what time."""
     backend.choose_transport(transport)
     comm = backend.collectives
-    comm.hang_timeout_s, comm.limit = PATIENCE_S, limit_words(PATIENCE_S, first_use=False)
+    comm.hang_timeout_s, comm.limit = PATIENCE_S, describe_limit(PATIENCE_S, first_use=False)
     mesh = Mesh(3, backend.rank, pp_size=3, order=ORDER)
     comm.lay_out(mesh)
     x, pp = torch.zeros(HELD_NUMBERS[transport] + 1), mesh.pp

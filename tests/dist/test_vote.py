@@ -28,9 +28,9 @@ NAME = "model.layers.1.mlp.down_proj.weight"
 def said(vote: ReplicaCheck, state: TrainState) -> list[str]:
     of_all, differing = vote.gather()
     number = state.backend.fetch({"differing": differing})["differing"]
-    dissents = [str(result) for result in vote.dissents(of_all)]
-    assert number > 0 or not dissents
-    return dissents if dissents or not number else ["elsewhere"]
+    mismatches = [str(result) for result in vote.mismatches(of_all)]
+    assert number > 0 or not mismatches
+    return mismatches if mismatches or not number else ["elsewhere"]
 
 
 def turned(

@@ -11,14 +11,14 @@ from multiprocessing.connection import Connection
 import pytest
 import torch.distributed as dist
 
-from nxtrain.backends.xla.world import meet
+from nxtrain.backends.xla.world import open_store
 from nxtrain.common.errors import HangError
 from tests.support.ranks import context
 
 
 def play(pipe: Connection, environ: dict[str, str], number: int, start: str) -> None:
     """Meet the other rank, and send what both wrote; the store of rank 0 serves the other until the test ends."""
-    store = meet(environ, number, 20.0)
+    store = open_store(environ, number, 20.0)
     store.set(f"rank {number}", start)
     store.wait([f"rank {other}" for other in range(2)])
     pipe.send(" ".join(store.get(f"rank {other}").decode() for other in range(2)))
@@ -69,5 +69,5 @@ def test_ranks_of_a_start_meet_each_other_and_none_of_an_earlier_one(agents: dic
 def test_a_first_rank_that_never_comes_is_named(agents: dict[str, str]) -> None:
     began = time.monotonic()
     with pytest.raises(HangError, match=r"rank 0 did not open a store on localhost .*hang_timeout_s=1 seconds"):
-        meet(agents, 1, 1.0)
+        open_store(agents, 1, 1.0)
     assert timedelta(seconds=time.monotonic() - began) < timedelta(seconds=10)

@@ -33,7 +33,7 @@ def strike(rank: int, kind: str, folder: Path) -> None:
     steps = 0
     wait_for = Pipeline._await
 
-    def struck(self: Pipeline, action: Action, underway: Any) -> Any:
+    def struck(self: Pipeline, action: Action, in_flight: Any) -> Any:
         nonlocal steps
         steps += action == AT
         if action == AT and steps == 2:
@@ -41,7 +41,7 @@ def strike(rank: int, kind: str, folder: Path) -> None:
             if kind == "data":
                 raise DataError("a file is gone")
             fault_kinds.act(kind, (), ())
-        return wait_for(self, action, underway)
+        return wait_for(self, action, in_flight)
 
     Pipeline._await = struck  # type: ignore[method-assign]
 

@@ -208,7 +208,7 @@ class FlashOnCpu(FusedKernels):
     def __init__(self) -> None:
         self.ranges = FlashRanges(CpuFlash(), WeakTensorKeyDictionary())
 
-    def sees(self, ranges: KeyRanges) -> bool:
+    def has_visible_keys(self, ranges: KeyRanges) -> bool:
         return bool(self.ranges.calls(ranges))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ from nxtrain.parallel.float8 import _Float8Product
 from nxtrain.parallel.graph_sharding import _GatherUnit
 from nxtrain.parallel.linear import Product, _Biased, _ColumnProduct, _SplitProduct
 from nxtrain.parallel.loss import _chunk_of, _TokenCrossEntropy, _VocabCrossEntropy
-from nxtrain.parallel.pipeline import _Exit, _Leave
+from nxtrain.parallel.pipeline import _EndChunk, _ReceivedGrads
 from nxtrain.parallel.regions import (
     TensorParallel,
     _AllToAll,
@@ -314,9 +314,9 @@ def leave_stage(ranks: Ranks, rng: Random) -> Work:
     value = torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
     def call(x: Tensor) -> Tensor:
-        return _Leave.apply(_Exit([value.to(x.device, x.dtype)]), x)  # type: ignore[no-any-return]
+        return _EndChunk.apply(_ReceivedGrads([value.to(x.device, x.dtype)]), x)  # type: ignore[no-any-return]
 
-    return Work(f"_Leave on {shape}", {"x": Operand(shape)}, call, lambda x: _Given.apply(x, value))
+    return Work(f"_EndChunk on {shape}", {"x": Operand(shape)}, call, lambda x: _Given.apply(x, value))
 
 
 def occupied(ranks: Ranks, rng: Random) -> Work:
@@ -430,7 +430,7 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     GroupedProduct: grouped_product,
     _WithGradientOf: with_gradient_of,
     _AllToAll: all_to_all,
-    _Leave: leave_stage,
+    _EndChunk: leave_stage,
     _Occupied: occupied,
     _Backward: record_backward,
     _GatherSequence: gather_sequence,

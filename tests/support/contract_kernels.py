@@ -436,5 +436,5 @@ CASES: dict[str, Callable[[Kernels, Random], Work | Update]] = {
 }
 """By the operation's name."""
 
-TAKE_NO_TENSORS = {"fuse", "tiles", "order", "grouping", "sees"}
+TAKE_NO_TENSORS = {"fuse", "tiles", "order", "grouping", "has_visible_keys"}
 """Operations that are given shapes, types, ranges or functions alone, or change the order of computations alone."""

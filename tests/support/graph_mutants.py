@@ -136,5 +136,5 @@ MUTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 PIPELINE_MUTANTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "stage": _norm(_of_a_stage),
     "sum of a stage": _sum_of_a_stage,
-    "joined": lambda: patch.object(XlaCollectives, "_apart", _nothing_apart),
+    "joined": lambda: patch.object(XlaCollectives, "_own_graph", _nothing_apart),
 }

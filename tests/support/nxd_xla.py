@@ -17,10 +17,10 @@ from torch import Tensor
 
 from nxtrain.backends.base import Backend, Binding
 from nxtrain.backends.neuron.hardware import INSTANCES
-from nxtrain.backends.neuron.nxd.pretended import PretendedNxd
+from nxtrain.backends.neuron.nxd.simulated import SimulatedNxd
 from nxtrain.backends.xla.backend import XlaBackend
 from nxtrain.backends.xla.graphs import freeze_older_objects, hash_of, pending
-from nxtrain.backends.xla.tracing import pretended_nxd
+from nxtrain.backends.xla.tracing import simulated_nxd
 from nxtrain.config.check import Resolved
 from nxtrain.tools.trace.trace import trace
 from nxtrain.train.build import build_meta, mesh_of
@@ -104,7 +104,7 @@ def received(backend: Backend, pair: Sequence[int]) -> tuple[list[float], list[f
 def traced(backend: Backend, plans: Sequence[Resolved], world: int, ranks: Sequence[int], instance: str) -> list[Any]:
     """The report of `nxtrain graphs` on each plan, with NxD's layers on ranks of a pretended world."""
     nxd_cpu.prepare(cpu_mode=False)
-    bind_pretended = pretended_nxd(INSTANCES[instance])
+    bind_pretended = simulated_nxd(INSTANCES[instance])
     return [trace(plan, world, ranks, 2, None, bind_pretended) for plan in plans]
 
 
@@ -149,7 +149,7 @@ def orders(backend: Backend, cases: Sequence[tuple[str, int, int]]) -> list[tupl
     nxd_cpu.prepare(cpu_mode=False)
     results = []
     for instance, world, tp in cases:
-        binding = PretendedNxd(backend.device, world, 0, INSTANCES[instance])
+        binding = SimulatedNxd(backend.device, world, 0, INSTANCES[instance])
         results.append(binding.rank_order(tp=tp, pp=1))
         dist.destroy_process_group()
     return results

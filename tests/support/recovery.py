@@ -24,7 +24,7 @@ from nxtrain.common.process.clock import now
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, METRICS_FILE
 from nxtrain.config.check import Resolved
 from nxtrain.launch.exit_codes import FINAL
-from nxtrain.launch.torchrun import STOPPED, blame
+from nxtrain.launch.torchrun import STOPPED, exit_code_of
 from tests.support.command_ranks import WORLD, Ranks, write_config
 from tests.support.runs import course, run_plan, saved_steps
 
@@ -84,7 +84,7 @@ class Start:
     @property
     def code(self) -> int:
         codes = [code for code in self.codes.values() if code is not None]
-        return blame([code for code in codes if code] or [0])
+        return exit_code_of([code for code in codes if code] or [0])
 
 
 @dataclass

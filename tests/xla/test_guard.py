@@ -186,7 +186,7 @@ def compared(
         number = backend.fetch({"differing": differing})["differing"]
         backend.collectives.barrier()
         compiled.append(Counts.now().compiled - before)
-        words.append([str(result) for result in vote.dissents(of_all)] or ["elsewhere"] * bool(number))
+        words.append([str(result) for result in vote.mismatches(of_all)] or ["elsewhere"] * bool(number))
         if right is not None:
             _set(backend, parameter, right)
     assert not Counts.now().fallbacks

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK, C10dCollectives, axes_of
 from nxtrain.common.distributed.collectives import Op, Pending, Result_co, RowCounts
-from nxtrain.common.distributed.failures import Peers, gone, late
+from nxtrain.common.distributed.failures import Peers, lost_peer, peer_timeout
 from nxtrain.common.mesh import Axis, Mesh
 
 Result = TypeVar("Result")
@@ -303,10 +303,10 @@ class SharedMemoryCollectives(C10dCollectives):
             missing = self._exchange.wait(lane, operation, self.hang_timeout_s)
         if missing:
             rank, has_ended = missing
-            peer = Peers(self.words(rank), rank, self.limit)
+            peer = Peers(self.rank_name(rank), rank, self.limit)
             if has_ended:
-                raise gone(peer, "its process has ended, or it has left the run")
-            raise late(peer, "its data did not arrive in shared memory")
+                raise lost_peer(peer, "its process has ended, or it has left the run")
+            raise peer_timeout(peer, "its data did not arrive in shared memory")
 
     def start_all_reduce(self, x: Tensor, axis: Axis, op: Op = "sum") -> Pending[Tensor]:
         lane = self._lane(axis, x.dtype) if axis.size > 1 else None

@@ -73,7 +73,7 @@ class XlaCollectives(Collectives):
     def start_all_gather(self, x: Tensor, axis: Axis) -> Pending[Tensor]:
         if axis.size == 1:
             return Done(x)
-        with self._apart(axis):
+        with self._own_graph(axis):
             out = self._xm.all_gather(x, dim=0, groups=_groups(axis), pin_layout=False)
         return Done(out)
 
@@ -81,14 +81,14 @@ class XlaCollectives(Collectives):
         assert rows is None, "a graph cannot depend on numbers of rows"
         if axis.size == 1:
             return Done(x)
-        with self._apart(axis):
+        with self._own_graph(axis):
             out = self._xm.all_to_all(x, 0, 0, axis.size, groups=_groups(axis), pin_layout=False)
         return Done(out)
 
     def start_reduce_scatter(self, x: Tensor, axis: Axis, scale: float = 1.0) -> Pending[Tensor]:
         if axis.size == 1:
             return Done(x)
-        with self._apart(axis):
+        with self._own_graph(axis):
             out = self._xm.reduce_scatter("sum", x, scale, 0, axis.size, groups=_groups(axis), pin_layout=False)
         return Done(out)
 
@@ -110,7 +110,7 @@ class XlaCollectives(Collectives):
         if pair.rank not in self._is_first:
             self._is_first[pair.rank] = torch.tensor([pair.rank == 0]).to(x.device)
         is_first = self._is_first[pair.rank]
-        with self._apart(pair):
+        with self._own_graph(pair):
             both = self._xm.all_gather(x, dim=0, groups=_groups(pair), pin_layout=False)
             # Selected within the graph by a device value, since the graph is equal at both ends. After the graph, the
             # selection would become part of the next graph, and make that graph differ between ranks.
@@ -128,7 +128,7 @@ class XlaCollectives(Collectives):
         return Done(self._xm.collective_permute(x, pairs))
 
     @contextmanager
-    def _apart(self, axis: Axis) -> Iterator[None]:
+    def _own_graph(self, axis: Axis) -> Iterator[None]:
         """Record the operations of this context as a separate graph if the axis spans pipeline stages."""
         if axis.spans_stages:
             self._boundary()
@@ -141,7 +141,7 @@ class XlaCollectives(Collectives):
         # summed in place, such as an accumulated gradient. It is safe on fresh tensors, and XLA elides the copies.
         # Copies are made before the graph of a collective of its own, so that bases of views are not part of it.
         fresh = [tensor.clone() for tensor in tensors]
-        with self._apart(axis):
+        with self._own_graph(axis):
             self._xm.all_reduce(op, fresh, scale=scale, groups=_groups(axis), pin_layout=False)
         return fresh
 
@@ -299,7 +299,7 @@ class XlaBackend(Backend):
             self._hosts.compare(f"{self._compared}, graph {self._num_compared}", graph)
 
     def _name_of(self, rank: int) -> str:
-        return self._mesh.words(rank) if self._mesh is not None else f"rank {rank}"
+        return self._mesh.rank_name(rank) if self._mesh is not None else f"rank {rank}"
 
     def close(self) -> None:
         super().close()

@@ -40,16 +40,16 @@ class GraphRecorder(Protocol):
         ...
 
 
-def pretended_nxd(instance: Machine) -> Callable[[Backend], Binding]:
+def simulated_nxd(instance: Machine) -> Callable[[Backend], Binding]:
     """Return a function that creates a backend's NeuronX Distributed binding, as on an EC2 instance type.
 
     Raises:
         BackendError: NeuronX Distributed cannot be imported.
     """
-    from nxtrain.backends.neuron.nxd.pretended import PretendedNxd, load
+    from nxtrain.backends.neuron.nxd.simulated import SimulatedNxd, load
 
     load(instance)
-    return lambda backend: PretendedNxd(backend.device, backend.world, backend.rank, instance)
+    return lambda backend: SimulatedNxd(backend.device, backend.world, backend.rank, instance)
 
 
 class TracingBackend(XlaBackend):
@@ -103,7 +103,7 @@ class TracingBackend(XlaBackend):
         except RuntimeError as error:
             if "Unexpected execution" not in str(error):
                 raise
-            self._tape.host_read(*_blame(error.__traceback__))
+            self._tape.host_read(*_calling_code(error.__traceback__))
         finally:
             self._xla._set_allow_execution(True)
             self._recording = False
@@ -148,15 +148,15 @@ def _noting_reads(tape: GraphRecorder) -> Iterator[None]:
     """
 
     def read_scalar(x: Tensor) -> Any:
-        tape.host_read(*_blame(None))
+        tape.host_read(*_calling_code(None))
         return torch.ones((), dtype=x.dtype).item()
 
     def read_copy(x: Tensor, **options: Any) -> Tensor:
-        tape.host_read(*_blame(None))
+        tape.host_read(*_calling_code(None))
         return torch.ones(x.shape, dtype=options.get("dtype") or x.dtype)
 
     def read_into(out: Tensor, x: Tensor, non_blocking: bool = False) -> Tensor:
-        tape.host_read(*_blame(None))
+        tape.host_read(*_calling_code(None))
         return out.fill_(1)
 
     def is_read_copy(x: Tensor, **options: Any) -> bool:
@@ -194,7 +194,7 @@ def _is_host(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cpu"
 
 
-def _blame(trace: TracebackType | None) -> tuple[str, int, str]:
+def _calling_code(trace: TracebackType | None) -> tuple[str, int, str]:
     """File, line and function of the innermost call outside torch and torch-xla.
 
     Args:

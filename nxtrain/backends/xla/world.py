@@ -50,7 +50,7 @@ def join(placement: Placement, hang_timeout_s: float) -> HostGroup:
     from torch_xla._internal import rendezvous
 
     if placement.world > placement.local_world and placement.uses_agents_store:
-        rendezvous._store = meet(os.environ, placement.rank, hang_timeout_s)
+        rendezvous._store = open_store(os.environ, placement.rank, hang_timeout_s)
     dist.init_process_group("xla", init_method="xla://", timeout=timedelta(seconds=hang_timeout_s))
     rank, world = xr.global_ordinal(), xr.world_size()
     if (rank, world) != (placement.rank, placement.world):
@@ -60,7 +60,7 @@ def join(placement: Placement, hang_timeout_s: float) -> HostGroup:
     return HostGroup(first_use_limit_s(hang_timeout_s))
 
 
-def meet(environ: Mapping[str, str], rank: int, timeout_s: float) -> dist.Store:
+def open_store(environ: Mapping[str, str], rank: int, timeout_s: float) -> dist.Store:
     """Return a key-value store for the rendezvous of the current start's ranks, on any number of machines.
 
     All starts of a run share the agents' store, and torch-xla separates them by the number of restarts. But an agent

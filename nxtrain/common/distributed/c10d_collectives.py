@@ -141,9 +141,9 @@ class C10dCollectives(Collectives):
         self._disordered: set[tuple[tuple[int, ...], ...]] = set()
         self._mesh: Mesh | None = None
 
-    def words(self, rank: int) -> str:
+    def rank_name(self, rank: int) -> str:
         """Name of a rank for messages."""
-        return self._mesh.words(rank) if self._mesh else f"rank {rank}"
+        return self._mesh.rank_name(rank) if self._mesh else f"rank {rank}"
 
     @property
     def _timeout(self) -> timedelta:
@@ -297,7 +297,7 @@ class C10dCollectives(Collectives):
         peer = axis.group_of(me)[position]
         assert peer != me, (axis, position)
         group = self._links.get((min(me, peer), max(me, peer))) or self.group(axis)
-        return peer, Peers(self.words(peer), peer, self.limit), group
+        return peer, Peers(self.rank_name(peer), peer, self.limit), group
 
     def device_mesh(self, device: str, axes: StateAxes) -> DeviceMesh:
         """Device mesh of the ranks among which torch's own sharding splits parameters; see `RankGroup`."""

@@ -130,12 +130,12 @@ class Peers:
     """The rank or ranks that a rank waits for, as named in an error message.
 
     Args:
-        words: Name of the ranks in messages.
+        name: Name of the ranks in messages.
         rank: The rank, if there is exactly one; None otherwise.
         limit: Name of the timeout in messages.
     """
 
-    words: str
+    name: str
     rank: int | None = None
     limit: str = "recovery.hang_timeout_s"
 
@@ -170,25 +170,25 @@ def loss(error: BaseException, peers: Peers = ANY) -> LostPeerError | HangError 
         if isinstance(at, LostPeerError | HangError):
             return at
         if isinstance(at, RuntimeError) and _GONE.search(str(at)):
-            return gone(peers, first_line(at))
+            return lost_peer(peers, first_line(at))
         if isinstance(at, RuntimeError) and _LATE.search(first_line(at)):
-            return late(peers, first_line(at))
+            return peer_timeout(peers, first_line(at))
         at = at.__cause__
     return None
 
 
-def gone(peers: Peers, why: str) -> LostPeerError:
+def lost_peer(peers: Peers, why: str) -> LostPeerError:
     """LostPeerError for a peer rank that has ended; `why` is the error that this rank saw."""
     return LostPeerError(
-        f"{peers.words} is gone: {why}. Its process crashed or exited early; the last lines of its log show why",
+        f"{peers.name} is gone: {why}. Its process crashed or exited early; the last lines of its log show why",
         peers.rank,
     )
 
 
-def late(peers: Peers, why: str) -> HangError:
+def peer_timeout(peers: Peers, why: str) -> HangError:
     """HangError for a peer rank that did not respond before the timeout; `why` is the error that this rank saw."""
     return HangError(
-        f"{peers.words} did not come within {peers.limit}: {why}. "
+        f"{peers.name} did not come within {peers.limit}: {why}. "
         "It hangs, or runs other collectives than this rank; the last lines of its log show more",
         peers.rank,
     )
@@ -201,11 +201,11 @@ def first_line(error: BaseException) -> str:
 
 
 class FailureReporter:
-    """Publisher of this rank's failure to the other ranks; `words` returns the name of a rank for messages."""
+    """Publisher of this rank's failure to the other ranks; `rank_name` returns the name of a rank for messages."""
 
-    def __init__(self, store: Store, rank: int, hang_timeout_s: float, words: Callable[[int], str]) -> None:
+    def __init__(self, store: Store, rank: int, hang_timeout_s: float, rank_name: Callable[[int], str]) -> None:
         self._first_failure = FirstFailure(store)
-        self._rank, self._words = rank, words
+        self._rank, self._rank_name = rank, rank_name
         self._hang_timeout_s = hang_timeout_s
         self._answer: tuple[Exception, Exception] | None = None
 
@@ -220,7 +220,7 @@ class FailureReporter:
         return self._answer[1]
 
     def _explain(self, error: Exception) -> Exception:
-        failure, me = self._first_failure, self._words(self._rank)
+        failure, me = self._first_failure, self._rank_name(self._rank)
         lost = loss(error)
         if lost is None:
             text = first_line(error)
@@ -231,7 +231,7 @@ class FailureReporter:
         if lost.peer is None:
             first = failure.await_first(SOON_S) or failure.publish(first_line(lost))
         else:
-            first = failure.publish(f"{self._words(lost.peer)} is gone")
+            first = failure.publish(f"{self._rank_name(lost.peer)} is gone")
         if first in str(lost):
             return lost
         return LostPeerError(f"{first}\n{me} needs it, and ends too", lost.peer)
@@ -242,9 +242,9 @@ class FailureReporter:
         hangs = failure.find_hanging_rank(self._rank, error.peer)
         if hangs is not None:
             limit = f"recovery.hang_timeout_s={self._hang_timeout_s:g}"
-            failure.publish(f"{self._words(hangs)} did not come within {limit} seconds")
+            failure.publish(f"{self._rank_name(hangs)} did not come within {limit} seconds")
         if hangs is not None and hangs == error.peer:
             return error
         # Other ranks may detect the hang a little later, or wait for the hanging rank themselves.
         first = failure.await_first(2 * GRACE_S)
-        return HangError(f"{first}\n{self._words(self._rank)} waited too: {error}") if first else error
+        return HangError(f"{first}\n{self._rank_name(self._rank)} waited too: {error}") if first else error

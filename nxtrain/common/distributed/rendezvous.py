@@ -18,7 +18,7 @@ LATE_S = 1.0
 """Seconds beyond the timeout to wait for a connection attempt, since torch's own attempt may never end."""
 
 
-def meet(rank: int, world: int, timeout: timedelta, rejoined: int = 0) -> Store:
+def join_rendezvous(rank: int, world: int, timeout: timedelta, rejoined: int = 0) -> Store:
     """Wait until all ranks have joined the rendezvous, and return the store of this start.
 
     The address of the store is in torchrun's variables MASTER_ADDR and MASTER_PORT.
@@ -35,7 +35,7 @@ def meet(rank: int, world: int, timeout: timedelta, rejoined: int = 0) -> Store:
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError) as error:
-        raise _no_way(f"{error} is no port" if isinstance(error, ValueError) else f"{error} is not set") from error
+        raise _no_store(f"{error} is no port" if isinstance(error, ValueError) else f"{error} is not set") from error
     store = _within(timeout, host, port, rank)
     try:
         store.set_timeout(timeout)
@@ -44,7 +44,7 @@ def meet(rank: int, world: int, timeout: timedelta, rejoined: int = 0) -> Store:
             store = store_of_start(store, placement.restarts + rejoined)
         refusal = _refusal(store, rank, world, timeout)
     except DistError as error:
-        raise _no_way(first_line(error)) from error
+        raise _no_store(first_line(error)) from error
     if refusal:
         raise BackendError(refusal)
     return store
@@ -81,8 +81,8 @@ def _within(timeout: timedelta, host: str, port: int, rank: int) -> Store:
         return stores[0]
     why = first_line(failed[0]) if failed else f"no answer within {timeout.total_seconds():g} seconds"
     if "EADDRINUSE" in why:
-        raise _no_way(f"port {port} is in use on this machine, by another program or an earlier run")
-    raise _no_way(f"{_probe(host, port)} ({why})") from (failed[0] if failed else None)
+        raise _no_store(f"port {port} is in use on this machine, by another program or an earlier run")
+    raise _no_store(f"{_probe(host, port)} ({why})") from (failed[0] if failed else None)
 
 
 def _probe(host: str, port: int) -> str:
@@ -124,7 +124,7 @@ def _refusal(store: Store, rank: int, world: int, timeout: timedelta) -> str:
     return "" if text == "none" else text
 
 
-def _no_way(why: str) -> BackendError:
+def _no_store(why: str) -> BackendError:
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return BackendError(
         f"cannot meet the other ranks at MASTER_ADDR:MASTER_PORT={where}: {why}. "

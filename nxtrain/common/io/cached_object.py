@@ -75,7 +75,7 @@ class CachedObject:
         view = view[: max(0, self.num_bytes - start)]
         for first, last in self._missing(start, start + len(view)):
             if self._stores:
-                self._bring(first, last)
+                self._cache_blocks(first, last)
         if not self._stores and any(self._missing(start, start + len(view))):
             return self._source.read(view, start)
         if not len(view):
@@ -116,7 +116,7 @@ class CachedObject:
         if first is not None:
             yield first, end
 
-    def _bring(self, first: int, last: int) -> None:
+    def _cache_blocks(self, first: int, last: int) -> None:
         """Cache adjacent blocks; fetch those that no process of this node has fetched yet."""
         with self._claimed(first, last):
             for block in range(first, last):

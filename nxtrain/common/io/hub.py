@@ -153,7 +153,7 @@ class HubName:
                 f"the cache in {self._cached} lacks {listed(absent, _SHOWN)}, and HF_HUB_OFFLINE is set",
                 f"fetch with a network: hf download {self.repository}{self._option} --revision {self.revision}",
             )
-        with self._explained(), self._alone():
+        with self._explained(), self._locked():
             absent = self._absent(files)  # another process may have fetched them in the meantime
             if absent:
                 self._download(absent, print_line)
@@ -228,7 +228,7 @@ class HubName:
         )
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         """Hold a lock of the repository's cache folder on this machine."""
         from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 

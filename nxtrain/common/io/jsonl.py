@@ -64,7 +64,7 @@ def is_begun(tail: bytes) -> bool:
     return tail.startswith(b"{") and tail.isascii() and tail.decode().isprintable()
 
 
-def keep_up_to(file: Path, key: str, last: int) -> None:
+def truncate_after(file: Path, key: str, last: int) -> None:
     """Truncate a JSON lines file after the record whose value under `key`, such as `step`, is `last`.
 
     Only whole lines are kept whose integer under `key` is above that of the previous kept line.
@@ -128,7 +128,7 @@ def _objects(file: BinaryIO) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
 
 
 def _rising(file: BinaryIO, key: str, last: int) -> Iterator[tuple[int, bytes]]:
-    """Iterate over the lines that `keep_up_to` keeps, as pairs of byte offset and line."""
+    """Iterate over the lines that `truncate_after` keeps, as pairs of byte offset and line."""
     before = -1
     for start, line, content in _objects(file):
         try:

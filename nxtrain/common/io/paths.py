@@ -59,7 +59,7 @@ def copying(address: str, arguments: str) -> str:
     return f"{_COPYING[scheme_of(address)]} {arguments}"
 
 
-def at_home(path: str) -> str:
+def expand_home(path: str) -> str:
     """Expand a leading `~` or `~user` of a path. Addresses such as `s3://bucket` stay unchanged.
 
     Raises:
@@ -82,7 +82,7 @@ def local(path: str) -> str:
         elif scheme == "hf":
             fetch = "hf download, or make a corpus of it: nxtrain data prepare"
         raise ValueError(f"an address of {scheme}, but only a local path can be read here; fetch it with: {fetch}")
-    return at_home(path)
+    return expand_home(path)
 
 
 def local_or_bucket(path: str) -> str:
@@ -125,7 +125,7 @@ def storage(path: str) -> str:
             f"an address of {scheme}, and nxtrain has access to folders and to {BUCKET_FORMS} only; "
             f"use one of these{_meant(path, scheme)}"
         )
-    return at_home(path)
+    return expand_home(path)
 
 
 def _meant(path: str, scheme: str) -> str:

@@ -34,7 +34,7 @@ class Instant:
 
 def now() -> Instant:
     """Return the current instant."""
-    return Instant(_boot(), time.monotonic() if _CLOCK is None else time.clock_gettime(_CLOCK), time.time())
+    return Instant(_boot_id(), time.monotonic() if _CLOCK is None else time.clock_gettime(_CLOCK), time.time())
 
 
 def process_began() -> Instant:
@@ -52,7 +52,7 @@ def process_began() -> Instant:
 
 
 @cache
-def _boot() -> str:
+def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

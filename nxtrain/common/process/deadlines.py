@@ -38,7 +38,7 @@ def first_use_limit_s(hang_timeout_s: float) -> float:
     return COMPILE_PATIENCE * hang_timeout_s
 
 
-def limit_words(hang_timeout_s: float, *, first_use: bool) -> str:
+def describe_limit(hang_timeout_s: float, *, first_use: bool) -> str:
     """Text for the timeout of a process group in messages, with its configuration key.
 
     Args:

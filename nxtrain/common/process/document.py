@@ -44,7 +44,7 @@ class DocumentStream:
         self._stream.write(text)
         self._stream.flush()
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Restore the file descriptor of standard output, for a program that replaces this process."""
         if self._redirected >= 0:
             os.dup2(self._stream.fileno(), self._redirected)
@@ -55,10 +55,10 @@ def reserve_output() -> None:
     sys.stdout = cast(TextIO, DocumentStream(sys.stdout))
 
 
-def give_output_back() -> None:
+def restore_output() -> None:
     """Restore standard output before `execve`, since the next program reserves its own."""
     if isinstance(sys.stdout, DocumentStream):
-        sys.stdout.give_back()
+        sys.stdout.restore()
 
 
 def write_document(content: object) -> None:

@@ -139,7 +139,7 @@ class Cache:
         folder = self._own / "staging" / uuid.uuid4().hex
         files = folder / "files"
         with ExitStack() as held:
-            with self._alone():  # so that `sweep` finds no folder before it is locked
+            with self._locked():  # so that `sweep` finds no folder before it is locked
                 files.mkdir(parents=True)
                 lock = held.enter_context((folder / "lock").open("w"))
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -192,7 +192,7 @@ class Cache:
 
     def break_locks(self) -> list[CacheKey]:
         """Remove locks whose process has ended, and return the keys of the entries that were locked."""
-        with self._alone():
+        with self._locked():
             stale = [entry for entry in self.entries() if entry.state is EntryState.STALE]
             for entry in stale:
                 self.layout(entry.key.compiler).unlock(entry.folder)
@@ -230,7 +230,7 @@ class Cache:
 
     def sweep(self) -> None:
         """Delete staging folders of processes that were killed."""
-        with self._alone():
+        with self._locked():
             for folder in (self._own / "staging").glob("*"):
                 with suppress(BlockingIOError, FileNotFoundError), (folder / "lock").open("w") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the owner lives
@@ -257,11 +257,11 @@ class Cache:
 
         The folder is deleted after the mutex is released.
         """
-        with self.staging() as trash, self._alone():
+        with self.staging() as trash, self._locked():
             yield trash
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         """Hold the mutex that excludes other nxtrain processes from changing this cache.
 
         The kernel releases the mutex when this process ends.

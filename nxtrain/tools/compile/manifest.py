@@ -75,14 +75,14 @@ class GraphManifest:
         return [CacheKey(self.build.compiler, graph.module) for graph in self.graphs]
 
     @property
-    def words(self) -> str:
+    def title(self) -> str:
         """Name of the manifest in messages, with its pipeline stages."""
         if not self.stages:
             return self.name
-        return f"{self.name}, {stage_words(self.stages, self.build.settings['parallel.pp'])}"
+        return f"{self.name}, {describe_stages(self.stages, self.build.settings['parallel.pp'])}"
 
 
-def stage_words(stages: Sequence[int], total: Setting) -> str:
+def describe_stages(stages: Sequence[int], total: Setting) -> str:
     """Format pipeline stages for messages, such as `pipeline stages 0-3 of 8`."""
     if len(stages) > 1:
         return f"pipeline stages {spans(stages)} of {total}"
@@ -160,7 +160,7 @@ def check_ready(manifest: GraphManifest, cache: Cache) -> None:
     if lacking:
         total = len(manifest.graphs)
         raise BackendError(
-            f"{cache} lacks {len(lacking)} of the {total} graphs of {manifest.words}, {manifest.build.compiler}:\n"
+            f"{cache} lacks {len(lacking)} of the {total} graphs of {manifest.title}, {manifest.build.compiler}:\n"
             + "\n".join(lacking)
             + f"\n    on this node: nxtrain compile CONFIG, or fetch them: nxtrain cache sync SRC {cache}"
         )

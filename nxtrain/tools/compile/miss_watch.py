@@ -39,12 +39,12 @@ from nxtrain.tools.compile.entries import NEFF_FOLDER, CacheKey, CacheLayout
 from nxtrain.tools.compile.manifest import (
     GraphManifest,
     check_ready,
+    describe_stages,
     differ,
     explain,
     manifest_file,
     other_manifests,
     read_manifest,
-    stage_words,
 )
 from nxtrain.tools.compile.module_folders import descends, naming
 
@@ -166,7 +166,7 @@ def _ready_manifest(config: RunConfig, stages: Sequence[int], cache: Cache) -> G
     if not file.exists():
         absent = f"there is no {file}"
         if stages:
-            absent += f", the manifest of a machine that holds {stage_words(stages, config.parallel.pp)}"
+            absent += f", the manifest of a machine that holds {describe_stages(stages, config.parallel.pp)}"
         others = other_manifests(config, file)
         if others:
             absent += f", but {', '.join(map(str, others))}"

@@ -35,7 +35,7 @@ STEPS = 4
 _DOCS = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest"
 
 
-def rehearsal(config: RunConfig, folder: Path) -> list[str]:
+def short_run_overrides(config: RunConfig, folder: Path) -> list[str]:
     """Configuration overrides for a short run that compiles every graph of the configured run.
 
     Training, evaluation, checkpoints and votes all occur within a few steps, in a temporary folder. Learning rates are

@@ -27,13 +27,18 @@ from nxtrain.tools.compile.entries import CacheKey
 from nxtrain.tools.compile.manifest import (
     CompiledGraph,
     GraphManifest,
+    describe_stages,
     manifest_file,
     read_manifest,
-    stage_words,
     write_manifest,
 )
 from nxtrain.tools.compile.memory import host_memory
-from nxtrain.tools.compile.native_compile import check_torchneuron, compile_by_short_run, deviceless_mode, rehearsal
+from nxtrain.tools.compile.native_compile import (
+    check_torchneuron,
+    compile_by_short_run,
+    deviceless_mode,
+    short_run_overrides,
+)
 from nxtrain.tools.compile.parallel_compile import Compiled, compile_graphs, print_line
 from nxtrain.tools.compile.tool import TOOL, tool_argv
 
@@ -77,7 +82,7 @@ def precompile(
     why_no_mode = ""
     if native:
         mode, why_no_mode = deviceless_mode(loaded.config)
-        changes = rehearsal(loaded.config, folder)
+        changes = short_run_overrides(loaded.config, folder)
         loaded = load(path, [*overrides, *changes])
     command = render(loaded, path, [*overrides, *changes], nproc, os.environ, first_node=first_node or FIRST_NODE)
     if command.plan is None or command.problems:
@@ -114,7 +119,7 @@ def precompile(
     write_manifest(GraphManifest(config.run.name, build, _graphs(compiled, file), compiled.stages), file)
     graphs, num_new = f"{len(compiled.names)} graphs", len(compiled.seconds)
     if compiled.stages:
-        graphs += f" of {stage_words(compiled.stages, config.parallel.pp)}"
+        graphs += f" of {describe_stages(compiled.stages, config.parallel.pp)}"
     print_line(
         f"all {graphs} are in {cache}, {num_new} of them new, after {time.monotonic() - began:.0f} s; see {file}"
     )
@@ -130,7 +135,7 @@ def _manifests(config: RunConfig, num_ranks: int) -> list[str]:
     if list(machines) == [()]:
         return [f"writes {manifest_file(config)}"]
     return [
-        f"machines {spans(numbers)}, as torchrun counts them, hold {stage_words(stages, parallel.pp)} and write "
+        f"machines {spans(numbers)}, as torchrun counts them, hold {describe_stages(stages, parallel.pp)} and write "
         f"{manifest_file(config, stages)}"
         for stages, numbers in machines.items()
     ]

@@ -10,7 +10,7 @@ from nxtrain.common.errors import ConfigError
 from nxtrain.common.machines import GPU, NEURON, Machine
 from nxtrain.config.schema import ON_GPUS, RunConfig
 from nxtrain.launch.neuron import announced_attention, is_native
-from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine
+from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, passed
 
 
 def check_choices(host: Host, config: RunConfig, machine: Machine | None) -> Iterator[Finding]:
@@ -39,7 +39,7 @@ def check_choices(host: Host, config: RunConfig, machine: Machine | None) -> Ite
         for name, capability in gpus.items():
             warning = bf16_warning(name, capability)
             if warning:
-                yield fine("bf16", warning)
+                yield passed("bf16", warning)
                 break
 
 
@@ -55,7 +55,7 @@ def _float8(recipe: str, gpus: Mapping[str, tuple[int, int]]) -> Iterator[Findin
         fits = [other for other, least in FLOAT8.items() if min(gpus.values()) >= least]
         yield fault("float8", what, "no rank can start", f"use precision.fp8={' or '.join([*fits, 'none'])}")
     elif gpus:
-        yield fine("float8", f"{recipe}: every GPU has compute capability {version(needed)} or more")
+        yield passed("float8", f"{recipe}: every GPU has compute capability {version(needed)} or more")
 
 
 def _attention(config: RunConfig, backend: str) -> Iterator[Finding]:
@@ -66,7 +66,7 @@ def _attention(config: RunConfig, backend: str) -> Iterator[Finding]:
         yield fault("attention", f"{problem.key}: {problem.reason}", "no rank can start", problem.hint)
     else:
         if attention is not None:
-            yield fine("attention", str(attention))
+            yield passed("attention", str(attention))
 
 
 def _capabilities(host: Host) -> dict[str, tuple[int, int]]:

@@ -16,7 +16,7 @@ from nxtrain.common.errors import ConfigError
 from nxtrain.common.machines import GPU, NEURON, Machine
 from nxtrain.common.text import listed
 from nxtrain.launch.local import rendezvous_address
-from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine
+from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, passed
 from nxtrain.tools.doctor.outputs import Bandwidth, ToolOutputError, parse_nccl_network, parse_nccom_test
 
 LIMIT_S = 30.0  # timeout in seconds with which ranks wait for each other
@@ -109,7 +109,7 @@ def _network(results: Sequence[Mapping[str, Any]], machine: Machine | None) -> I
         return
     what = f"NCCL takes {listed(networks)}"
     if SOCKETS not in networks:
-        yield fine("network", what)
+        yield passed("network", what)
         return
     why = f"{machine.name} has EFA, but collectives between machines would go through TCP at a fraction of the speed"
     fix = "put /opt/amazon/ofi-nccl of AWS's EFA installer on LD_LIBRARY_PATH; look for libnccl-net.so there"
@@ -207,4 +207,4 @@ def _judge_links(name: str, rows: Sequence[Bandwidth], machine: Machine | None, 
         what += f" of {link / 1e9:.0f} GB/s"
     if best < MIN_SHARE * link:
         return fault(name, what, "one slow link slows every step of every rank", "reboot, then replace the node")
-    return fine(name, what)
+    return passed(name, what)

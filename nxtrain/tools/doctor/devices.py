@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nxtrain.common.machines import GPU, NEURON, Machine
 from nxtrain.common.text import listed
-from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine
+from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, passed
 from nxtrain.tools.doctor.outputs import (
     GPU_QUERY,
     PROCESS_QUERY,
@@ -91,20 +91,20 @@ def _count(devices: Devices | None, machine: Machine | None) -> Finding:
         numbers = devices.numbers
     count = len(numbers)
     if machine is None or not machine.resource:
-        return fine("devices", f"{count} accelerators")
+        return passed("devices", f"{count} accelerators")
     if count != machine.accelerators:
         missing = sorted({*range(machine.accelerators)} - {*numbers})
         what = f"{count} of {machine.accelerators} accelerators of {machine.name}; missing: {listed(missing)}"
         return fault("devices", what, "ranks of the missing ones cannot start", f"reboot once; then {REPLACE}")
-    return fine("devices", f"{count} accelerators, as {machine.name} has")
+    return passed("devices", f"{count} accelerators, as {machine.name} has")
 
 
 def _processes(host: Host, holders: Sequence[Holder], needs_all: bool) -> Finding:
     stray = [holder for holder in holders if needs_all or _is_orphan(host, holder.pid)]
     if not holders:
-        return fine("processes", "no process holds a device")
+        return passed("processes", "no process holds a device")
     if not stray:
-        return fine("processes", f"{len(holders)} processes hold devices")
+        return passed("processes", f"{len(holders)} processes hold devices")
     pids = " ".join(str(holder.pid) for holder in stray)
     what = "; ".join(
         f"process {holder.pid} ({holder.command}) holds devices {listed(holder.devices)}" for holder in stray
@@ -127,10 +127,10 @@ def _ecc(host: Host, devices: Devices, machine: Machine | None) -> Finding:
                 for path in host.at(f"{NEURON_SYSFS}/neuron{number}").rglob(counter):
                     counts[number] = counts.get(number, 0) + _counter_value(path)
     if not counts:
-        return fine("ecc", "no counters here")
+        return passed("ecc", "no counters here")
     bad = {number: count for number, count in counts.items() if count}
     if not bad:
-        return fine("ecc", f"no uncorrected memory error on {len(counts)} devices")
+        return passed("ecc", f"no uncorrected memory error on {len(counts)} devices")
     what = "; ".join(f"device {number}: {count} uncorrected memory errors" for number, count in sorted(bad.items()))
     return fault("ecc", what, "weights or gradients may have been changed silently", REPLACE)
 
@@ -166,8 +166,8 @@ def _pair(host: Host) -> Finding:
         why = "a runtime newer than its driver fails at the first call, or lacks features silently"
         return fault("driver", what, why, "upgrade aws-neuronx-dkms, or use the SDK of this driver")
     if not text:
-        return fine("driver", f"driver {driver}")
-    return fine("driver", f"driver {driver}, runtime {text}")
+        return passed("driver", f"driver {driver}")
+    return passed("driver", f"driver {driver}, runtime {text}")
 
 
 def _minor(version: str) -> tuple[int, int]:
@@ -192,4 +192,4 @@ def _efa(host: Host, machine: Machine) -> Finding:
         names = tuple(sorted(path.name for path in folder.iterdir()))
     if len(names) < machine.efa_devices:
         return fault("efa", f"{len(names)} of {machine.efa_devices} EFA devices: {listed(names) or 'none'}", why, fix)
-    return fine("efa", f"{len(names)} EFA devices")
+    return passed("efa", f"{len(names)} EFA devices")

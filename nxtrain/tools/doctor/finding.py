@@ -30,7 +30,7 @@ def fault(name: str, what: str, why: str, fix: str) -> Finding:
     return Finding(name, False, what, why, fix)
 
 
-def fine(name: str, what: str) -> Finding:
+def passed(name: str, what: str) -> Finding:
     """Create the result of a check that found no fault."""
     return Finding(name, True, what)
 

@@ -14,7 +14,7 @@ from nxtrain.common.errors import ConfigError
 from nxtrain.common.machines import Machine
 from nxtrain.config.cache_dir import cache_folder
 from nxtrain.config.operation_schema import CompileConfig
-from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, fine
+from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault, passed
 from nxtrain.tools.doctor.outputs import ToolOutputError, parse_chronyc
 
 GIB = 1 << 30
@@ -39,7 +39,7 @@ def check_instance(name: str, wanted: str, machine: Machine | None) -> Finding:
         return fault("instance", f"{name}, but cluster.instance={wanted}", why, f"set cluster.instance={name}, or move")
     if machine is not None:
         name = machine.name
-    return fine("instance", name or "no instance type that nxtrain knows")
+    return passed("instance", name or "no instance type that nxtrain knows")
 
 
 def check_host(host: Host, machine: Machine | None) -> Iterator[Finding]:
@@ -59,7 +59,7 @@ def _limits(machine: Machine | None) -> Finding:
         fix = "ulimit -l unlimited; LimitMEMLOCK=infinity in the unit of slurmd, or the capability IPC_LOCK of a pod"
         return fault("limits", f"memlock={locked}", "EFA pins its buffers, and cannot register memory", fix)
     shown = ["unlimited" if value == unlimited else str(value) for value in (files, locked)]
-    return fine("limits", f"nofile={shown[0]}, memlock={shown[1]}")
+    return passed("limits", f"nofile={shown[0]}, memlock={shown[1]}")
 
 
 def _shared_memory(host: Host) -> Finding:
@@ -71,7 +71,7 @@ def _shared_memory(host: Host) -> Finding:
         what = f"/dev/shm has {size / GIB:.2f} GiB, less than {MIN_SHM_BYTES / GIB:.0f}"
         fix = "docker run --shm-size=8g; in a pod an emptyDir with medium: Memory at /dev/shm"
         return fault("shm", what, "collectives within the machine end with a bus error", fix)
-    return fine("shm", f"{size / GIB:.1f} GiB")
+    return passed("shm", f"{size / GIB:.1f} GiB")
 
 
 def _clock(host: Host) -> Finding:
@@ -82,7 +82,7 @@ def _clock(host: Host) -> Finding:
     try:
         text = host.run("chronyc", "-c", "tracking")
         if text is None:
-            return fine("clock", "set; chronyc is not installed")
+            return passed("clock", "set; chronyc is not installed")
         offset = parse_chronyc(text)
     except (ToolError, ToolOutputError) as error:
         return fault("clock", str(error), why, fix)
@@ -90,7 +90,7 @@ def _clock(host: Host) -> Finding:
         return fault("clock", "chronyd runs, and has no time source", why, fix)
     if offset > MAX_OFFSET_S:
         return fault("clock", f"{offset:.1f} s off", why, "chronyc makestep")
-    return fine("clock", f"{offset:.6f} s off")
+    return passed("clock", f"{offset:.6f} s off")
 
 
 def check_disk(folder: Path, needed_bytes: int = MIN_FREE_BYTES) -> Finding:
@@ -107,7 +107,7 @@ def check_disk(folder: Path, needed_bytes: int = MIN_FREE_BYTES) -> Finding:
     if os.statvfs(there).f_blocks and free < needed_bytes:  # file systems of clusters may report no size
         what = f"{folder} has {free / GIB:.1f} GiB free of the {needed_bytes / GIB:.1f} GiB that are needed"
         return fault("disk", what, "checkpoints cannot be saved", "free space, or use another run.dir")
-    return fine("disk", f"{folder} has {free / GIB:.1f} GiB free")
+    return passed("disk", f"{folder} has {free / GIB:.1f} GiB free")
 
 
 def check_cache(config: CompileConfig) -> Finding:
@@ -126,7 +126,7 @@ def check_cache(config: CompileConfig) -> Finding:
     if free < MIN_CACHE_BYTES:
         fix = "nxtrain cache clean, or use another compile.cache_dir"
         return fault("cache", f"{folder} has {free / GIB:.1f} GiB free", "compiled graphs take several GiB", fix)
-    return fine("cache", f"{folder} is on a local disk with {free / GIB:.1f} GiB free")
+    return passed("cache", f"{folder} is on a local disk with {free / GIB:.1f} GiB free")
 
 
 def _existing(folder: Path) -> Path:
@@ -151,5 +151,5 @@ def check_port(host: Host, port: int, *, needs_all: bool) -> Finding:
         fix = f"end the program that ss -ltnp 'sport = :{port}' shows, or use --first-node NAME:PORT"
         return fault("ports", f"a program listens on port {port}", why, fix)
     if used:
-        return fine("ports", f"port {port} is in use")
-    return fine("ports", f"port {port} is free")
+        return passed("ports", f"port {port} is in use")
+    return passed("ports", f"port {port} is free")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from nxtrain.backends.neuron import sdk, torchneuron
 from nxtrain.common.machines import GPU, NEURON, Machine
-from nxtrain.tools.doctor.finding import Finding, fault, fine
+from nxtrain.tools.doctor.finding import Finding, fault, passed
 
 AWS_PACKAGES = (
     *("torch-neuronx", "neuronx-cc", "libneuronxla", "neuronx-distributed", "neuronx-distributed-training"),
@@ -31,7 +31,7 @@ def check_packages(machine: Machine | None) -> Iterator[Finding]:
         return
     support = sdk.distributed_support()
     if support.ok:
-        yield fine("nxd", support.reason)
+        yield passed("nxd", support.reason)
     else:
         what, _, fix = support.reason.partition("; ")
         why = "its layers are not used, or give wrong gradients silently"
@@ -42,7 +42,7 @@ def _placeholders() -> Finding:
     packages = [sdk.installed(name) for name in AWS_PACKAGES]
     placeholders = [package for package in packages if package is not None and package.placeholder]
     if not placeholders:
-        return fine("packages", f"no placeholder of an AWS package; Python {sys.version.partition(' ')[0]}")
+        return passed("packages", f"no placeholder of an AWS package; Python {sys.version.partition(' ')[0]}")
     what = "; ".join(sdk.placeholder(package) for package in placeholders)
     names = " ".join(package.name for package in placeholders)
     fix = f"pip uninstall -y {names}; then {sdk.install_command()}"
@@ -65,15 +65,15 @@ def _torch(machine: Machine | None) -> Finding:
     release = re.match(r"(\d+)\.(\d+)", torch.version)
     if release is not None and tuple(map(int, release.groups())) > NEWEST_TORCH:
         tested = ".".join(map(str, NEWEST_TORCH))
-        return fine("torch", f"{versions}, newer than {tested}, the newest release that nxtrain is tested with")
-    return fine("torch", versions)
+        return passed("torch", f"{versions}, newer than {tested}, the newest release that nxtrain is tested with")
+    return passed("torch", versions)
 
 
 def _neuron() -> Finding:
     """Check that the packages of PyTorch/XLA or of TorchNeuron are complete, which are the two ways to use Trainium."""
     support = torchneuron.support() if torchneuron.detect() else sdk.support()
     if support.ok:
-        return fine("sdk", support.reason)
+        return passed("sdk", support.reason)
     first, *rest = support.reason.splitlines()
     install = sdk.install_command()
     if rest:

@@ -107,7 +107,7 @@ def evaluate(address: str, options: Options, note: Callable[[str], None] = lambd
         backend.lay_out(ranks.mesh)
         waiting = Ranks(ranks.mesh, backend.background_group(WAIT_S) or ranks.group)
         if not ranks.is_leader:
-            note = _say_nothing
+            note = _discard_line
         evaluations = []
         for one in addresses:
             model = Trained.find(one)
@@ -123,7 +123,7 @@ def evaluate(address: str, options: Options, note: Callable[[str], None] = lambd
         backend.close()
 
 
-def _say_nothing(line: str) -> None:
+def _discard_line(line: str) -> None:
     """Print nothing; used on all ranks except the leader."""
 
 

@@ -72,7 +72,7 @@ def teach_on(backend: Backend, model: Trained, samples: FileSamples, out: Path, 
         for row in range(samples.num_rows):
             ids = samples.rows(np.array([row]))[:, :-1]
             with torch.no_grad():
-                likeliest = _likeliest(lm.logits(backend.put(torch.from_numpy(ids.copy())))[0], k)
+                likeliest = _top_tokens(lm.logits(backend.put(torch.from_numpy(ids.copy())))[0], k)
             if likeliest.min() < 0:  # on every rank, since all have the same logits
                 reason = f"the teacher's logits are not finite in row {row} of {samples.name}"
                 raise DivergedError(f"{reason}: its weights diverged; use an earlier checkpoint")
@@ -81,7 +81,7 @@ def teach_on(backend: Backend, model: Trained, samples: FileSamples, out: Path, 
             progress.show(row + 1)
 
 
-def _likeliest(logits: Tensor, k: int) -> NDArray[np.int32]:
+def _top_tokens(logits: Tensor, k: int) -> NDArray[np.int32]:
     """Token ids and probabilities of one row of the teacher file: logits (S, V) to (2K, S).
 
     Probabilities are in units of 2^-24. They are -1 where logits are not finite.

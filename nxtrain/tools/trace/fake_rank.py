@@ -61,7 +61,7 @@ class Traced:
         """Sum over all kinds of memory in bytes."""
         return self.params + self.frozen + self.optimizer + self.step
 
-    def beside(self, predicted: Bytes) -> dict[str, tuple[int, int]]:
+    def compared_with(self, predicted: Bytes) -> dict[str, tuple[int, int]]:
         """Predicted and traced bytes by kind of memory, without the memory of libraries."""
         step = predicted.grads + predicted.activations + predicted.logits + predicted.buckets
         return {

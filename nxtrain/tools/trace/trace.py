@@ -26,7 +26,7 @@ from typing import Any
 
 from nxtrain.backends.base import Backend, Binding
 from nxtrain.backends.neuron.hardware import INSTANCES
-from nxtrain.backends.xla.tracing import TracingBackend, pretended_nxd
+from nxtrain.backends.xla.tracing import TracingBackend, simulated_nxd
 from nxtrain.common.errors import BackendError
 from nxtrain.common.mesh import Axis, Mesh
 from nxtrain.common.process.console import standard_error
@@ -213,7 +213,7 @@ def main(job: Mapping[str, Any]) -> None:
     bind, lacking = None, ""
     if job["layers"] == "nxd":
         try:
-            bind = pretended_nxd(INSTANCES[job["instance"]])
+            bind = simulated_nxd(INSTANCES[job["instance"]])
         except BackendError as error:
             lacking = str(error)
     hlo = Path(job["hlo"]) if job["hlo"] else None

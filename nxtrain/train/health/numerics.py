@@ -217,7 +217,7 @@ class NumericsGuard:
             for line in self._votes.read():
                 before.update(line.get("ranks", ()))
         backend.collectives.barrier()  # no rank may count the findings of this vote among the earlier ones
-        findings = self._describe_dissents(step, of_all, before)
+        findings = self._describe_mismatches(step, of_all, before)
         backend.collectives.barrier()  # the findings are on disk before the first rank exits
         streams = ""
         if backend.kernels.rounds and self._state.mesh.replica.size > 1:
@@ -231,14 +231,14 @@ class NumericsGuard:
             f"name has a faulty device{streams}"
         )
 
-    def _describe_dissents(self, step: int, of_all: Sequence[Tensor], before: Counter[int]) -> str:
+    def _describe_mismatches(self, step: int, of_all: Sequence[Tensor], before: Counter[int]) -> str:
         """Describe the differing ranks and tensors; the lowest rank of each comparison writes them to disk."""
         assert self._vote is not None
-        dissents = self._vote.dissents(of_all)
-        if not dissents:
+        mismatches = self._vote.mismatches(of_all)
+        if not mismatches:
             return f"others found it, see {self._votes.file}"
         named: dict[int, int] = {}
-        for dissent in dissents:
+        for dissent in mismatches:
             if dissent.first == self._state.mesh.rank:
                 line = {"step": step, "ranks": dissent.ranks, "tensors": dissent.tensors, "attempt": self._attempt}
                 self._append(self._votes, line)
@@ -248,7 +248,7 @@ class NumericsGuard:
             often = "once" if times == 1 else f"{times} times"
             if times:
                 again.append(f"rank {rank} was named {often} before")
-        return "; ".join([*map(str, dissents), *again])
+        return "; ".join([*map(str, mismatches), *again])
 
     def _raise_alarms(self, step: int) -> str:
         """Print the alarms since the previous record, and return their texts for the record of a step."""

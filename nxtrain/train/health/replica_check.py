@@ -144,7 +144,7 @@ class ReplicaCheck:
             differing = differing + (of_holders != of_holders[:1]).sum(dtype=torch.float32)
         return of_all, collectives.all_reduce(differing, mesh.state)
 
-    def dissents(self, of_all: Sequence[Tensor]) -> list[ReplicaMismatch]:
+    def mismatches(self, of_all: Sequence[Tensor]) -> list[ReplicaMismatch]:
         """Differing ranks and tensors, from the gathered checksums, which are copied to the host."""
         tensors: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
         for (holders, names), sums in zip(self.ballots.items(), of_all, strict=True):

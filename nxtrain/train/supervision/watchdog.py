@@ -231,13 +231,13 @@ class Watchdog(RunObserver):
 
     def _run(self) -> None:
         duties = (
-            self._put_off_end,
-            self._look_at_agent,
+            self._postpone_exit,
+            self._check_agent,
             lambda: self._ticking.start(self._observers.beat),
-            self._look_at_myself,
+            self._check_progress,
             lambda: self._stop.poll(due=time.monotonic() >= self._next_beat),
-            self._look_at_others,
-            self._look_at_failure,
+            self._exchange_heartbeats,
+            self._check_failure,
         )
         try:
             while not self._ended.is_set():
@@ -263,16 +263,16 @@ class Watchdog(RunObserver):
                     f"warning: rank {self._backend.rank}: a part of its watch failed, and is tried again: {failure}"
                 )
 
-    def _put_off_end(self) -> None:
+    def _postpone_exit(self) -> None:
         if self._limited:
             stacks.end_in(self._limit() + 2.0)  # ends a rank that holds the GIL, after other ranks have named it
 
-    def _look_at_agent(self) -> None:
+    def _check_agent(self) -> None:
         if self._agent is not None and os.getppid() != self._agent:
             print_line(f"error: rank {self._backend.rank}: the agent that started it is gone, and it ends too")
             os._exit(1)
 
-    def _look_at_myself(self) -> None:
+    def _check_progress(self) -> None:
         self._received.poll()
         if self._limited and (self._late or self._age() > self._limit()):
             self._hang()
@@ -304,7 +304,7 @@ class Watchdog(RunObserver):
         counted, spent = self._counted
         return Beat(step, section, self._age(), waits=idle, point=where, counted=counted, spent=spent, host=self._host)
 
-    def _look_at_others(self) -> None:
+    def _exchange_heartbeats(self) -> None:
         """Publish this rank's heartbeat and read the other ranks' state, more often near the end of the time limit."""
         if time.monotonic() < self._next_beat:
             return
@@ -328,7 +328,7 @@ class Watchdog(RunObserver):
         except RuntimeError:  # the store is slow or ended; a lost rank is found elsewhere
             self._link.lose()
 
-    def _look_at_failure(self) -> None:
+    def _check_failure(self) -> None:
         """End a rank whose device waits for a failed rank, since the main thread never learns of the failure.
 
         A rank that keeps its state only aborts the waits of its device.
@@ -339,7 +339,7 @@ class Watchdog(RunObserver):
         self._next_failure = now_s + FAILURE_S
         try:
             failure = board.failure()
-        except RuntimeError:  # as in `_look_at_others`
+        except RuntimeError:  # as in `_exchange_heartbeats`
             return
         if not failure:
             return

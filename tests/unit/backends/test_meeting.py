@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from nxtrain.common.distributed.heartbeats import Beat, HeartbeatStore
-from nxtrain.common.distributed.rendezvous import meet
+from nxtrain.common.distributed.rendezvous import join_rendezvous
 from nxtrain.common.errors import BackendError
 
 SHORT = timedelta(seconds=2)
@@ -29,7 +29,7 @@ def in_threads(*ranks: tuple[int, int]) -> dict[int, str]:
 
     def run(rank: int, world: int) -> None:
         try:
-            meet(rank, world, SHORT)
+            join_rendezvous(rank, world, SHORT)
             output[rank] = ""
         except BackendError as error:
             output[rank] = str(error)
@@ -77,7 +77,7 @@ def test_nobody_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         BackendError, match=rf"cannot meet the other ranks at MASTER_ADDR:MASTER_PORT=127.0.0.1:{port}: "
     ):
-        meet(1, 2, SHORT)
+        join_rendezvous(1, 2, SHORT)
 
 
 def test_the_last_to_say_what_it_has_begun_decides() -> None:

@@ -206,7 +206,7 @@ def test_a_copy_that_was_put_aside_is_taken_no_more_and_stays(address: str, tmp_
     run.save(1, 2)
     aside = run.mirror.quarantine(2)
     run.save(3)
-    assert (run.mirror.steps(), run.mirror.spoilt()) == ([1, 3], [aside])
+    assert (run.mirror.steps(), run.mirror.quarantined()) == ([1, 3], [aside])
     assert f"step-00000002/{FILE}" in open_store(address).sizes()
 
 
@@ -215,9 +215,9 @@ def test_what_a_run_went_back_from_is_neither_taken_nor_damaged_and_stays(addres
     run.save(1, 2, 3)
     aside = run.mirror.quarantine(2)
     assert run.mirror.abandon(1) == [3]
-    assert (run.mirror.steps(), run.mirror.spoilt()) == ([1], [aside])
+    assert (run.mirror.steps(), run.mirror.quarantined()) == ([1], [aside])
     assert run.mirror.abandon(1, damaged=True) == []
-    assert (run.mirror.steps(), run.mirror.spoilt()) == ([1], [])
+    assert (run.mirror.steps(), run.mirror.quarantined()) == ([1], [])
     run.save(4)
     assert {f"step-0000000{step}/{FILE}" for step in (1, 2, 3, 4)} <= open_store(address).sizes().keys()
     run.save(3)

@@ -66,7 +66,7 @@ def environment(
 
 
 def values(result: Environment, **shell: str) -> dict[str, str]:
-    return {variable.name: variable.value for variable in result.beside(shell)}
+    return {variable.name: variable.value for variable in result.with_shell_values(shell)}
 
 
 def problem(shell: dict[str, str], **sections: dict[str, object]) -> Problem:

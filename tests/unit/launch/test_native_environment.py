@@ -51,7 +51,7 @@ def environment(reads: Reads = lambda name: True, **sections: dict[str, object])
 
 
 def values(result: Environment, **shell: str) -> dict[str, str]:
-    return {variable.name: variable.value for variable in result.beside(shell)}
+    return {variable.name: variable.value for variable in result.with_shell_values(shell)}
 
 
 def test_every_variable_has_its_value_and_reason_and_nothing_is_of_xla() -> None:

@@ -22,7 +22,7 @@ from nxtrain.common.distributed.collectives import Pending
 from nxtrain.common.kernels import Kernels, KeyRanges
 from nxtrain.common.mesh import Axis, Mesh
 from nxtrain.common.sequence_cut import CutLayout, SequenceCut
-from nxtrain.parallel.context_parallel import ContextParallel, _joined, hops_seen
+from nxtrain.parallel.context_parallel import ContextParallel, _joined, visible_hops
 from tests.support.contract_functions import Echo
 
 LAYOUTS: tuple[CutLayout, ...] = ("contiguous", "zigzag", "striped")
@@ -81,7 +81,7 @@ def test_a_ring_visits_the_ranks_whose_documents_and_windows_reach_a_block(
             return any(max(row[q], q - (window or 100) + 1) <= key <= q for q, key, row in pairs)
 
         needed = {hop for hop in range(size) for rank in range(size) if sees(rank, (rank - hop) % size)}
-        assert hops_seen(cut, window, documents) == tuple(sorted(needed))
+        assert visible_hops(cut, window, documents) == tuple(sorted(needed))
 
 
 def drawn_starts(rng: Random, length: int, share: float) -> list[int]:

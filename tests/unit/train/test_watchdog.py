@@ -217,7 +217,7 @@ def test_a_rank_whose_device_waits_for_a_failed_one_says_so_and_ends(
     monkeypatch.setattr(watchdogs, "waits", lambda frame: case != "computes")
     monkeypatch.setattr(watchdogs, "REPORT_S", 60.0 if case == "reports" else 0.0)
     watchdog = watch(tmp_path, SlowStore(0), asynchronous=case != "synchronous")
-    watchdog._look_at_failure()
+    watchdog._check_failure()
     assert ended == ([LostPeerError.exit_code] if case == "waits" else [])
     said = "error: rank 1: rank 0 failed: DataError: no rows\nrank 1 needs it, and ends too"
     assert (said in capfd.readouterr().err) == bool(ended)
@@ -230,7 +230,7 @@ def test_a_rank_that_keeps_its_state_ends_the_waits_of_its_device_alone_and_once
     monkeypatch.setattr(watchdogs, "FAILURE_S", 0.0)
     watchdog = watch(tmp_path, SlowStore(0), asynchronous=True, abandon=abandoned.append)
     for _ in range(3):
-        watchdog._look_at_failure()
+        watchdog._check_failure()
     assert abandoned == ["rank 0 failed: DataError: no rows"]
 
 

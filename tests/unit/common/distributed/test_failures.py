@@ -9,9 +9,9 @@ from torch.distributed import TCPStore
 
 from nxtrain.common.distributed.failures import ANSWER_S, FirstFailure, Peers, loss, translate_peer_errors
 from nxtrain.common.errors import HangError, LostPeerError
-from nxtrain.common.process.deadlines import limit_words
+from nxtrain.common.process.deadlines import describe_limit
 
-PEER = Peers("pipeline stage 1 of 2 (rank 7)", 7, limit_words(30.0, first_use=False))
+PEER = Peers("pipeline stage 1 of 2 (rank 7)", 7, describe_limit(30.0, first_use=False))
 
 GONE = [
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Read error [127.0.0.1]:38808: Connection reset by peer",
@@ -30,7 +30,7 @@ LATE = (
 def test_a_connection_that_ended_is_a_peer_that_is_gone(line: str) -> None:
     with pytest.raises(LostPeerError) as lost, translate_peer_errors(PEER):
         raise RuntimeError(f"{line}\nand more")
-    assert str(lost.value).startswith(f"{PEER.words} is gone: {line}. Its process crashed")
+    assert str(lost.value).startswith(f"{PEER.name} is gone: {line}. Its process crashed")
     assert lost.value.peer == 7
 
 
@@ -38,7 +38,7 @@ def test_a_connection_that_is_silent_is_a_peer_that_hangs() -> None:
     with pytest.raises(HangError) as lost, translate_peer_errors(PEER):
         raise RuntimeError(LATE)
     assert str(lost.value).startswith(
-        f"{PEER.words} did not come within recovery.hang_timeout_s=30 seconds: {LATE}. It hangs"
+        f"{PEER.name} did not come within recovery.hang_timeout_s=30 seconds: {LATE}. It hangs"
     )
     assert lost.value.peer == 7
 

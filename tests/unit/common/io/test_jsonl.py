@@ -59,7 +59,7 @@ def test_of_numbered_lines_the_rising_ones_up_to_the_last_stay(
 ) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text("".join(f'{{"n": {number}}}\n' for number in lines))
-    jsonl.keep_up_to(file, "n", last)
+    jsonl.truncate_after(file, "n", last)
     assert numbers(file) == stay
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
@@ -68,10 +68,10 @@ def test_lines_at_the_end_are_removed_in_place_and_others_by_a_new_file(tmp_path
     file = tmp_path / "a.jsonl"
     file.write_text('{"n": 1}\n{"n": 2}\n{"n": 3}\n')
     number = file.stat().st_ino
-    jsonl.keep_up_to(file, "n", 2)
+    jsonl.truncate_after(file, "n", 2)
     assert file.stat().st_ino == number
     file.write_text('{"n": 1}\ntorn\n{"n": 2}')
     with file.open("rb") as old:  # a reader of the old file keeps it
-        jsonl.keep_up_to(file, "n", 2)
+        jsonl.truncate_after(file, "n", 2)
         assert old.read() == b'{"n": 1}\ntorn\n{"n": 2}'
     assert file.read_bytes() == b'{"n": 1}\n{"n": 2}\n'

@@ -19,7 +19,7 @@ from nxtrain.tools.compile.compile_key import build_of
 from nxtrain.tools.compile.entries import NEFF_FOLDER
 from nxtrain.tools.compile.manifest import Build, CompiledGraph, GraphManifest, write_manifest
 from nxtrain.tools.compile.memory import GIB, Memory
-from nxtrain.tools.compile.native_compile import rehearsal
+from nxtrain.tools.compile.native_compile import short_run_overrides
 from nxtrain.tools.compile.parallel_compile import Compiled
 from tests.support import TINY, commands
 from tests.support.caches import COMPILER, key
@@ -142,7 +142,7 @@ def test_a_rehearsal_has_the_build_of_its_run(recipe: str) -> None:
     given = ["backend.name=neuron-native", "backend.layers=native", *data, *intervals]
     run = load(path, given)
     world = ranks_per_node(run.config, None) * run.config.cluster.nodes
-    rehearsed = load(path, [*given, *rehearsal(run.config, Path("DIR"))])
+    rehearsed = load(path, [*given, *short_run_overrides(run.config, Path("DIR"))])
     builds = [build_of(resolve_config(each, world), world, {}, NEFF_FOLDER) for each in (run, rehearsed)]
     assert builds[0] == builds[1]
 

@@ -169,7 +169,7 @@ RECIPES = {
 @pytest.mark.parametrize("recipe", one_in(2, RECIPES))
 def test_a_rank_of_a_recipe_takes_the_planned_memory(recipe: str) -> None:
     result, _ = predict(CONFIGS / f"{recipe}.toml", RECIPES[recipe], Question(), Assumptions())
-    predicted, traced = trace_job(result.job, result.stage).beside(result.bytes)["total"]
+    predicted, traced = trace_job(result.job, result.stage).compared_with(result.bytes)["total"]
     assert predicted == pytest.approx(traced, rel=TOLERANCE)
 
 

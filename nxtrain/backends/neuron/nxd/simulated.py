@@ -22,10 +22,10 @@ def load(instance: Machine) -> None:
         import nxtrain.backends.neuron.nxd.layers  # noqa: F401
     except Exception as error:
         raise BackendError(f"neuronx-distributed cannot be imported here: {type(error).__name__}: {error}") from error
-    _pretend_platform(instance)
+    _simulate_platform(instance)
 
 
-class PretendedNxd(NxdBinding):
+class SimulatedNxd(NxdBinding):
     """NxD binding of one rank in a simulated world, without the other ranks and without the Trainium instance.
 
     NxD reads the number of ranks per machine from `LOCAL_WORLD_SIZE`, which must be set before the process starts.
@@ -45,7 +45,7 @@ class PretendedNxd(NxdBinding):
         super().__init__(device)
         self._world, self._rank = world, rank
         self._lnc = instance.physical_cores
-        _pretend_platform(instance)
+        _simulate_platform(instance)
 
     def _join(self) -> None:
         if dist.is_initialized():
@@ -56,7 +56,7 @@ class PretendedNxd(NxdBinding):
         self._owns_process_group = True
 
 
-def _pretend_platform(instance: Machine) -> None:
+def _simulate_platform(instance: Machine) -> None:
     """Make NxD group ranks as on an instance type, by replacing torch-neuronx's platform check."""
     from neuronx_distributed.parallel_layers import parallel_state
 
