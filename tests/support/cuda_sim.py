@@ -331,7 +331,7 @@ def opened_gpu(rank: int = 0, world: int = 1, store: Any = None, settings: Any =
     with (
         patch.dict(os.environ, variables),
         patch.dict(Backend._plugins, FAKE=plugin),
-        patch.object(c10d, "meet", lambda *_: store),
+        patch.object(c10d, "join_rendezvous", lambda *_: store),
         patch.object(c10d.C10dBackend, "_join", join_alone),
     ):
         backend = open_backend("cuda", settings)
