@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from nxtrain.common.io.regular import read_bytes
 from nxtrain.data.storage import Tokens, replacing, unreadable
 
 END_OF_TEXT = "<|endoftext|>"
+
+ANCHOR = "\ufdd0"
+"""Text that stands for earlier text of a document: a Unicode noncharacter, which no tokenizer merges with others."""
 
 # End-of-document tokens of GPT, Llama 3, Llama 2 and Gemma, for a tokenizer without a tokenizer_config.json.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
@@ -48,6 +52,7 @@ class TextTokenizer:
         end_id: Id of this token.
         dtype: Smallest integer type for all ids.
         digest: Hash of the file's content.
+        adds_space: The tokenizer adds a space before a text, as those of Llama 2 and Mistral do.
     """
 
     path: Path
@@ -56,6 +61,33 @@ class TextTokenizer:
     end_id: int
     dtype: np.dtype[np.unsignedinteger[Any]]
     digest: str
+    adds_space: bool = False
+
+    @property
+    def marks(self) -> str:
+        """Additions to the ids of a document's text, for identities of ids; empty for the usual end alone."""
+        return "one space" if self.adds_space else ""
+
+    def anchor(self, before: str) -> str:
+        """Text to encode before a part of a document, so that the part gets no space that only a text's begin has.
+
+        The caller removes the anchor's ids. Empty if the tokenizer adds no space.
+
+        Args:
+            before: Text of the document before the part.
+        """
+        if not self.adds_space:
+            return ""
+        if before.endswith(self._found_tokens):  # the text after such a token begins again
+            return max((token for token in self._found_tokens if before.endswith(token)), key=len)
+        return ANCHOR
+
+    @cached_property
+    def _found_tokens(self) -> tuple[str, ...]:
+        """Names of tokens that the tokenizer finds in a text before it splits the rest."""
+        tokens = self.tokenizer.get_added_tokens_decoder().values()
+        finds_special = not self.tokenizer.encode_special_tokens
+        return tuple(token.content for token in tokens if finds_special or not token.special)
 
     def encode(self, texts: Sequence[str]) -> Iterator[Tokens]:
         """Token ids of each text. Text that looks like a special token is encoded as ordinary text."""
@@ -118,7 +150,8 @@ def load_tokenizer(path: Path, vocab_size: int, end: str = "") -> TextTokenizer:
     tokenizer.encode_special_tokens = True
     digest = hashlib.blake2b(content).hexdigest()
     end, end_id = _end_of(tokenizer, file, end)
-    return TextTokenizer(file, tokenizer, end, end_id, np.min_scalar_type(last), digest)
+    adds_space = _adds_space(tokenizer)
+    return TextTokenizer(file, tokenizer, end, end_id, np.min_scalar_type(last), digest, adds_space)
 
 
 def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
@@ -148,11 +181,36 @@ def _end_of(tokenizer: Tokenizer, file: Path, given: str) -> tuple[str, int]:
     end = given or declared_end(file)
     if end:
         names = (end,)
-    for name in names:
-        end_id = tokenizer.token_to_id(name)
-        if end_id is not None:
-            return name, end_id
+    name = _named_end(tokenizer, names)
+    end_id = tokenizer.token_to_id(name)
+    if end_id is not None:
+        return name, end_id
     raise DataError(
         f"data.tokenizer: {file} has no token that ends a document (looked for {', '.join(names)}); "
         f'name it as "eos_token" in {file.with_name("tokenizer_config.json")}'
     )
+
+
+def _named_end(tokenizer: Tokenizer, names: Sequence[str]) -> str:
+    """First of some token names that a tokenizer has; empty if it has none."""
+    return next((name for name in names if tokenizer.token_to_id(name) is not None), "")
+
+
+def _adds_space(tokenizer: Tokenizer) -> bool:
+    """True if a tokenizer adds a space before a text."""
+    for part in (tokenizer.normalizer, tokenizer.pre_tokenizer):
+        if part is not None and _is_spacing(json.loads(part.__getstate__())):
+            return True
+    return False
+
+
+def _is_spacing(part: dict[str, Any]) -> bool:
+    """True if a normalizer or pre-tokenizer, or one in its sequence, adds a space before a text."""
+    match part.get("type"):
+        case "Prepend":
+            return True
+        case "Metaspace":
+            return bool(part.get("prepend_scheme", "always") != "never")
+        case "ByteLevel":
+            return bool(part.get("add_prefix_space"))
+    return any(map(_is_spacing, [*part.get("normalizers", []), *part.get("pretokenizers", [])]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from nxtrain.common.errors import ConfigError, DataError
 from nxtrain.common.io.object_store import Location
-from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
+from nxtrain.data.tokenization import ANCHOR, TextTokenizer, load_tokenizer
 
 FORMAT_VERSION = 1
 
@@ -74,7 +74,7 @@ def text_array(texts: Sequence[bytes], prompts: Sequence[int]) -> tuple[pa.Array
 def ids_array(
     tokenizer: TextTokenizer, dtype: np.dtype[Any], texts: Sequence[bytes], prompts: Sequence[int]
 ) -> tuple[pa.Array, Sequence[int]]:
-    """Arrow array of documents as token ids with the end-of-text id, and the length of their prompts in tokens."""
+    """Arrow array of documents as token ids with those of their begin and end, and the lengths of prompts in tokens."""
     encoded = list(encode_prompted(tokenizer, texts, prompts))
     return list_array([ids for ids, _ in encoded], dtype), [num_tokens for _, num_tokens in encoded]
 
@@ -88,51 +88,106 @@ def list_array(documents: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> pa.Ar
 
 
 def encode_prompted(
-    tokenizer: TextTokenizer, texts: Sequence[bytes], prompts: Sequence[int]
+    tokenizer: TextTokenizer, texts: Sequence[bytes], prompts: Sequence[int], continues: Sequence[bool] = ()
 ) -> Iterator[tuple[Ids, int]]:
-    """Token ids of each document, with the end-of-text id, and the number of tokens of its prompt.
+    """Token ids of each document, with the ids of its begin and end, and the number of tokens of its prompt.
 
-    A prompt and its answer are encoded separately, so that no token spans both.
+    A prompt and its answer are encoded separately, so that no token spans both. The answer continues the prompt's text.
+
+    Args:
+        continues: True for a text that continues the document of the text before; empty for none.
     """
-    answers = encode(tokenizer, [text[length:] for text, length in zip(texts, prompts, strict=True)])
+    before = [text[:length] for text, length in zip(texts, prompts, strict=True)]
+    contexts = before
+    if any(continues):
+        contexts = [ANCHOR.encode() if is_next else prompt for prompt, is_next in zip(before, continues, strict=True)]
+    answers = encode(tokenizer, [text[length:] for text, length in zip(texts, prompts, strict=True)], contexts)
     if not any(prompts):
         yield from ((ids, 0) for ids in answers)
         return
-    begins = encode(tokenizer, [text[:length] for text, length in zip(texts, prompts, strict=True)])
-    for begin, answer in zip(begins, answers, strict=True):
-        yield np.concatenate([begin[:-1], answer]), begin.size - 1
+    for prompt, begin, answer in zip(before, encode(tokenizer, before), answers, strict=True):
+        if prompt:
+            yield np.concatenate([begin[:-1], answer]), begin.size - 1
+        else:
+            yield answer, 0
 
 
-def encode(tokenizer: TextTokenizer, texts: Sequence[bytes]) -> Iterator[Ids]:
-    """Token ids of each UTF-8 document, with the end-of-text id; many documents are encoded at once."""
+def encode(tokenizer: TextTokenizer, texts: Sequence[bytes], before: Sequence[bytes] = ()) -> Iterator[Ids]:
+    """Token ids of each UTF-8 document, with the ids of its begin and end; many documents are encoded at once.
+
+    Args:
+        before: Text before each document, which the document continues, or nothing; empty for none.
+    """
     end = np.array([tokenizer.end_id], np.uint32)
+    contexts = before or [b""] * len(texts)
     held: list[Ids] = []
-    for batch in _batches(texts):
-        encoded = tokenizer.tokenizer.encode_batch_fast([section for section, _ in batch], add_special_tokens=False)
-        for encoding, (_, is_last) in zip(encoded, batch, strict=True):
-            held.append(np.frombuffer(array("I", encoding.ids), np.uint32))  # three times as fast as numpy.array
+    for batch in _batches(tokenizer, texts, contexts):
+        for ids, (_, _, is_last) in zip(_encoded(tokenizer, batch), batch, strict=True):
+            held.append(ids)
             if is_last:
                 yield np.concatenate([*held, end])
                 held.clear()
 
 
-def _batches(texts: Sequence[bytes]) -> Iterator[list[tuple[str, bool]]]:
-    """Split documents into sections, grouped in batches of bounded size; True marks the last section of a document."""
-    batch: list[tuple[str, bool]] = []
+class _Section(NamedTuple):
+    """Part of a document that is encoded in one call.
+
+    Args:
+        anchor: Text to encode before it, whose ids are removed.
+        is_last: It is the last part of its document.
+    """
+
+    anchor: str
+    text: str
+    is_last: bool
+
+
+def _encoded(tokenizer: TextTokenizer, sections: Sequence[_Section]) -> Iterator[Ids]:
+    """Token ids of each section, without those of its anchor."""
+    texts = [section.anchor + section.text for section in sections]
+    encode_all = tokenizer.tokenizer.encode_batch_fast
+    if any(section.anchor for section in sections):
+        encode_all = tokenizer.tokenizer.encode_batch  # with the position of each token
+    for encoding, section in zip(encode_all(texts, add_special_tokens=False), sections, strict=True):
+        ids = encoding.ids
+        if section.anchor:
+            ids = ids[_num_of_anchor(encoding.offsets, section.anchor) :]
+        yield np.frombuffer(array("I", ids), np.uint32)  # three times as fast as numpy.array
+
+
+def _num_of_anchor(offsets: Sequence[tuple[int, int]], anchor: str) -> int:
+    """Number of ids that belong to the anchor before a text, given the begin and the end of each token."""
+    num_ids = 0
+    for begin, end in offsets:
+        # One id may stand for several unknown characters, also of the text. A token's name may take in the next spaces.
+        if end > len(anchor) and (begin >= len(anchor) or anchor == ANCHOR):
+            break
+        num_ids += 1
+    return num_ids
+
+
+def _batches(tokenizer: TextTokenizer, texts: Sequence[bytes], before: Sequence[bytes]) -> Iterator[list[_Section]]:
+    """Split documents into sections, grouped in batches of bounded size."""
+    batch: list[_Section] = []
     num_chars = 0
-    for content in texts:
+    for content, context in zip(texts, before, strict=True):
         text, end = content.decode(), 0
+        anchor = ""
+        if context:
+            anchor = tokenizer.anchor(context.decode())
         while True:
             start, end = end, len(text)
             if end - start > SECTION_CHARS:
                 end = text.rfind("\n", start, start + SECTION_CHARS) + 1 or start + SECTION_CHARS
-            batch.append((text[start:end], end == len(text)))
+            section = text[start:end]
+            batch.append(_Section(anchor, section, end == len(text)))
             num_chars += end - start
             if num_chars >= _ENCODE_CHARS:
                 yield batch
                 batch, num_chars = [], 0
             if end == len(text):
                 break
+            anchor = tokenizer.anchor(section)
     if batch:
         yield batch
 

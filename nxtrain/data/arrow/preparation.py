@@ -196,14 +196,14 @@ def prepare_sources(request: PreparationRequest, sources: Sequence[Source], watc
     chat: ChatTemplate | None = None
     if request.tokenizer:
         tokenizer = open_tokenizer(request.tokenizer)
-        settings["tokenizer"] = tokenizer.digest
-        metadata[TOKENIZER_KEY] = tokenizer.digest.encode()
-        metadata[END_KEY] = tokenizer.end.encode()
-        metadata[END_ID_KEY] = str(tokenizer.end_id).encode()
+        settings["tokenizer"], metadata[TOKENIZER_KEY] = tokenizer.digest, tokenizer.digest.encode()
+        metadata[END_KEY], metadata[END_ID_KEY] = tokenizer.end.encode(), str(tokenizer.end_id).encode()
         if request.chat:
             chat = ChatTemplate(tokenizer)
             settings["chat"] = chat.digest
             tokenizer = with_special_tokens(tokenizer)
+        if tokenizer.marks:
+            settings["marks"] = tokenizer.marks
         if request.pairs:
             settings["pairs"], metadata[PAIRS_KEY] = True, b"1"
         if request.labels:

@@ -104,16 +104,17 @@ class Documents:
             self.corpus.expect(documents.tolist())
             yield from zip(ordinals.tolist(), documents.tolist(), strict=True)
 
-    def ids(self, contents: Sequence[bytes], prompts: Sequence[int]) -> Iterator[Ids]:
+    def ids(self, contents: Sequence[bytes], prompts: Sequence[int], continues: Sequence[bool] = ()) -> Iterator[Ids]:
         """Token ids of documents, each with the end-of-text id; ids of prompts have `PROMPT_BIT`.
 
         Args:
             contents: Stored bytes of the documents.
             prompts: Length of each document's prompt.
+            continues: True for a text that continues the document before; empty for none.
         """
         if not self.corpus.is_ids:
             assert self.tokenizer is not None
-            for ids, num_tokens in encode_prompted(self.tokenizer, contents, prompts):
+            for ids, num_tokens in encode_prompted(self.tokenizer, contents, prompts, continues):
                 yield _marked(ids, num_tokens)
             return
         for content, num_tokens in zip(contents, prompts, strict=True):

@@ -236,10 +236,15 @@ def prepare_corpora(
     encoded = partial(Documents, tokenizer=tokenizer, vocab_size=vocab_size)
     validation: Path | None = None
     if answers is None:
-        validation = _write_validation(config, run, identity, encoded, validation_rows * seq_len + 1, workdir)
+        evaluated = run
+        if config.validation_path:
+            evaluated = _evaluated(config, run, identity)
+        made_by = _maker(evaluated, identity, tokenizer)
+        validation = _write_validation(config, evaluated, made_by, encoded, validation_rows * seq_len + 1, workdir)
+    made_by = _maker(run, identity, tokenizer)
     train = str(first.path)
     if run.is_text:
-        train = str(_write_training(run, identity, encoded, workdir))
+        train = str(_write_training(run, made_by, encoded, workdir))
     return Prepared(
         train=train,
         validation=validation,
@@ -248,7 +253,7 @@ def prepare_corpora(
         end_of_text=end,
         end_id=end_id,
         trained=trained,
-        fingerprint=digest(run.contents, identity, config.packing, config.validation_fraction),
+        fingerprint=digest(run.contents, made_by, config.packing, config.validation_fraction),
         probe=" ".join(corpus.identity for corpus in run.corpora),
         skipped=run.skipped,
     )
@@ -328,20 +333,30 @@ Encoded: TypeAlias = Callable[..., Documents]
 """Function that makes `Documents` from a corpus and `held_out`."""
 
 
+def _maker(run: RunCorpora, identity: str, tokenizer: TextTokenizer | None) -> str:
+    """Identity of the ids of corpora beside their content: the tokenizer, and what it adds to the text of documents."""
+    if tokenizer is None or not tokenizer.marks or all(corpus.is_ids for corpus in run.corpora):
+        return identity
+    return f"{identity} {tokenizer.marks}"
+
+
+def _evaluated(config: DataConfig, run: RunCorpora, identity: str) -> RunCorpora:
+    """Open the corpus of `data.validation_path`."""
+    evaluated = open_corpus(config, config.validation_path, "data.validation_path")
+    if evaluated.tokenizer not in {"", identity}:
+        what = f"{evaluated.path} has ids of another tokenizer than {run.corpora[0].path}"
+        raise DataError(f"data.validation_path: {what}")
+    return RunCorpora([evaluated], None, 0.0)
+
+
 def _write_validation(
-    config: DataConfig, run: RunCorpora, identity: str, encoded: Encoded, num_tokens: int, workdir: Path
+    config: DataConfig, run: RunCorpora, made_by: str, encoded: Encoded, num_tokens: int, workdir: Path
 ) -> Path | None:
     """Write the held-out tokens that an evaluation reads, unless their file exists; None without an evaluation."""
-    if config.validation_path:
-        evaluated = open_corpus(config, config.validation_path, "data.validation_path")
-        if evaluated.tokenizer not in {"", identity}:
-            what = f"{evaluated.path} has ids of another tokenizer than {run.corpora[0].path}"
-            raise DataError(f"data.validation_path: {what}")
-        run = RunCorpora([evaluated], None, 0.0)
     most_tokens = math.inf if run.is_text else num_tokens
     if not (config.validation_path or run.fraction) or most_tokens <= 1:
         return None
-    file = workdir / f"validation-{digest(run.contents, identity, run.fraction, most_tokens)}.arrow"
+    file = workdir / f"validation-{digest(run.contents, made_by, run.fraction, most_tokens)}.arrow"
     if opened_before(file) is not None:
         return file
 
@@ -355,8 +370,8 @@ def _write_validation(
     return file
 
 
-def _write_training(run: RunCorpora, identity: str, encoded: Encoded, workdir: Path) -> Path:
-    file = workdir / f"train-{digest(run.contents, identity, run.fraction)}.arrow"
+def _write_training(run: RunCorpora, made_by: str, encoded: Encoded, workdir: Path) -> Path:
+    file = workdir / f"train-{digest(run.contents, made_by, run.fraction)}.arrow"
     if opened_before(file) is not None:
         return file
     (corpus,) = run.corpora
@@ -383,7 +398,9 @@ def _marked(
     corpus = documents.corpus
     contents: list[bytes] = []
     prompts: list[int] = []
-    continued: list[bool] = []
+    continues: list[bool] = []  # the section before is on this side, too
+    continued: list[bool] = []  # the section after is on this side, too
+    is_next = False
     num_bytes = num_read = 0
     num_tokens = 0
     following = corpus.content(0)
@@ -395,15 +412,16 @@ def _marked(
             contents.append(content)
             prompts.append(corpus.prompt(document, content))
             num_bytes += len(content)
+            continues.append(is_next)
             is_next = corpus.continues(document) and is_held_out(following, documents.held_out) == on_held_out_side
             continued.append(is_next)
         if num_bytes < _GROUP_BYTES and not is_last:
             continue
         group: list[Tokens] = []
-        for ids, is_next in zip(documents.ids(contents, prompts), continued, strict=True):
+        for ids, has_next in zip(documents.ids(contents, prompts, continues), continued, strict=True):
             marked: Tokens = ids.astype(MARKED)
             marked[-1] |= END_BIT
-            if is_next:
+            if has_next:
                 marked = marked[:-1]
             if num_tokens + marked.size >= most_tokens:
                 yield [*group, marked[: int(most_tokens) - num_tokens]]
@@ -412,7 +430,7 @@ def _marked(
             num_tokens += marked.size
         if group:
             yield group
-        for values in (contents, prompts, continued):
+        for values in (contents, prompts, continues, continued):
             values.clear()
         num_bytes = 0
         if progress:
