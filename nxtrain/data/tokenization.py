@@ -52,6 +52,7 @@ class TextTokenizer:
         end_id: Id of this token.
         dtype: Smallest integer type for all ids.
         digest: Hash of the file's content.
+        begin: Ids that the tokenizer puts before a text, such as a begin-of-text token; mostly none.
         adds_space: The tokenizer adds a space before a text, as those of Llama 2 and Mistral do.
     """
 
@@ -61,12 +62,18 @@ class TextTokenizer:
     end_id: int
     dtype: np.dtype[np.unsignedinteger[Any]]
     digest: str
+    begin: tuple[int, ...] = ()
     adds_space: bool = False
 
     @property
     def marks(self) -> str:
         """Additions to the ids of a document's text, for identities of ids; empty for the usual end alone."""
-        return "one space" if self.adds_space else ""
+        marks = []
+        if self.begin:
+            marks.append(f"begin {list(self.begin)}")
+        if self.adds_space:
+            marks.append("one space")
+        return ", ".join(marks)
 
     def anchor(self, before: str) -> str:
         """Text to encode before a part of a document, so that the part gets no space that only a text's begin has.
@@ -150,8 +157,8 @@ def load_tokenizer(path: Path, vocab_size: int, end: str = "") -> TextTokenizer:
     tokenizer.encode_special_tokens = True
     digest = hashlib.blake2b(content).hexdigest()
     end, end_id = _end_of(tokenizer, file, end)
-    adds_space = _adds_space(tokenizer)
-    return TextTokenizer(file, tokenizer, end, end_id, np.min_scalar_type(last), digest, adds_space)
+    begin, adds_space = _begin_of(tokenizer), _adds_space(tokenizer)
+    return TextTokenizer(file, tokenizer, end, end_id, np.min_scalar_type(last), digest, begin, adds_space)
 
 
 def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
@@ -194,6 +201,15 @@ def _end_of(tokenizer: Tokenizer, file: Path, given: str) -> tuple[str, int]:
 def _named_end(tokenizer: Tokenizer, names: Sequence[str]) -> str:
     """First of some token names that a tokenizer has; empty if it has none."""
     return next((name for name in names if tokenizer.token_to_id(name) is not None), "")
+
+
+def _begin_of(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids that a tokenizer puts before a text, as transformers encodes it."""
+    alone, whole = (tokenizer.encode("a", add_special_tokens=adds).ids for adds in (False, True))
+    for first in range(len(whole) - len(alone) + 1):
+        if whole[first : first + len(alone)] == alone:
+            return tuple(whole[:first])
+    return ()
 
 
 def _adds_space(tokenizer: Tokenizer) -> bool:

@@ -55,7 +55,7 @@ MAKERS: Mapping[str, Callable[[], Tokenizer]] = {
 }
 
 
-def write_kind(folder: Path, kind: str, *, template: str = "", begins: bool = False) -> Path:
+def write_kind(folder: Path, kind: str, *, template: str = "", begins: bool = True) -> Path:
     """Write a tokenizer of a kind of `MAKERS`.
 
     Args:

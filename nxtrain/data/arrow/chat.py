@@ -152,10 +152,10 @@ class ChatTemplate:
 
 
 def with_special_tokens(tokenizer: TextTokenizer) -> TextTokenizer:
-    """Copy of a tokenizer that encodes special tokens in a text as such."""
+    """Copy of a tokenizer that encodes special tokens in a text as such, and adds none: the template writes them."""
     copy = Tokenizer.from_str(tokenizer.tokenizer.to_str())
     copy.encode_special_tokens = False
-    return replace(tokenizer, tokenizer=copy)
+    return replace(tokenizer, tokenizer=copy, begin=())
 
 
 def _config(file: Path) -> dict[str, Any]:

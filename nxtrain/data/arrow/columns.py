@@ -118,14 +118,16 @@ def encode(tokenizer: TextTokenizer, texts: Sequence[bytes], before: Sequence[by
     Args:
         before: Text before each document, which the document continues, or nothing; empty for none.
     """
-    end = np.array([tokenizer.end_id], np.uint32)
+    begin, end = np.array(tokenizer.begin, np.uint32), np.array([tokenizer.end_id], np.uint32)
     contexts = before or [b""] * len(texts)
+    continued = iter(contexts)
     held: list[Ids] = []
     for batch in _batches(tokenizer, texts, contexts):
         for ids, (_, _, is_last) in zip(_encoded(tokenizer, batch), batch, strict=True):
             held.append(ids)
             if is_last:
-                yield np.concatenate([*held, end])
+                first = [] if next(continued) else [begin]
+                yield np.concatenate([*first, *held, end])
                 held.clear()
 
 

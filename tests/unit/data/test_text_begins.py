@@ -20,7 +20,7 @@ from nxtrain.data.arrow import columns, rows
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from tests.support.conversations import LLAMA2, MISTRAL
 from tests.support.corpora import prepare
-from tests.support.text_begins import END, MAKERS, write_kind
+from tests.support.text_begins import BEGIN, END, MAKERS, NAMES, write_kind
 from tests.unit.data.conftest import open_at
 
 KINDS = tuple(MAKERS)
@@ -60,9 +60,10 @@ def compare(theirs: PreTrainedTokenizerFast, ids: Sequence[int], whole: Sequence
     return False
 
 
+@pytest.mark.parametrize("begins", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_texts_and_answers_have_the_ids_of_transformers(kind: str, tmp_path: Path) -> None:
-    theirs, rng = peer(write_kind(tmp_path / "tokenizer", kind)), Random(kind)
+def test_texts_and_answers_have_the_ids_of_transformers(kind: str, begins: bool, tmp_path: Path) -> None:
+    theirs, rng = peer(write_kind(tmp_path / "tokenizer", kind, begins=begins)), Random(kind)
     texts = [f"snow{drawn_text(rng, 4)}" for _ in range(20)]
     end = theirs.convert_tokens_to_ids(END)
     for text, (ids, _) in zip(texts, prepared(tmp_path, "a", [{"text": text} for text in texts]), strict=True):
@@ -143,3 +144,4 @@ def test_a_corpus_of_text_has_the_ids_of_a_corpus_of_ids(kind: str, tmp_path: Pa
     lengths = [documents.corpus.prompt(number, content) for number, content in enumerate(contents)]
     result = [ids.astype(np.int64) for ids in documents.ids(contents, lengths)]
     assert [(ids & ~PROMPT_BIT).tolist() for ids in result] == given
+    assert all(ids[0] == NAMES.index(BEGIN) for ids in given)
