@@ -73,6 +73,8 @@ class TextTokenizer:
             marks.append(f"begin {list(self.begin)}")
         if self.adds_space:
             marks.append("one space")
+        if self.end != _named_end(self.tokenizer, _END_NAMES):
+            marks.append(f"end {self.end}")
         return ", ".join(marks)
 
     def anchor(self, before: str) -> str:

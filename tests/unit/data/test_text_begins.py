@@ -20,7 +20,7 @@ from nxtrain.data.arrow import columns, rows
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from tests.support.conversations import LLAMA2, MISTRAL
 from tests.support.corpora import prepare
-from tests.support.text_begins import BEGIN, END, MAKERS, NAMES, write_kind
+from tests.support.text_begins import BEGIN, END, MAKERS, NAMES, UNKNOWN, write_kind
 from tests.unit.data.conftest import open_at
 
 KINDS = tuple(MAKERS)
@@ -145,3 +145,14 @@ def test_a_corpus_of_text_has_the_ids_of_a_corpus_of_ids(kind: str, tmp_path: Pa
     result = [ids.astype(np.int64) for ids in documents.ids(contents, lengths)]
     assert [(ids & ~PROMPT_BIT).tolist() for ids in result] == given
     assert all(ids[0] == NAMES.index(BEGIN) for ids in given)
+
+
+def test_what_a_tokenizer_adds_is_a_part_of_the_identity(tmp_path: Path) -> None:
+    """A tokenizer with another end of text writes another corpus; nothing adds `UNKNOWN`."""
+    folder = write_kind(tmp_path / "tokenizer", "prepend")
+    first = prepared(tmp_path, "a", [{"text": "snow"}])
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": UNKNOWN}), encoding="utf-8")
+    with pytest.raises(Exception, match=f"end {UNKNOWN}' here"):
+        prepared(tmp_path, "a", [{"text": "snow"}])
+    again = prepared(tmp_path, "a", [{"text": "snow"}], restart=True)
+    assert (first[0][0][:-1], again[0][0][-1]) == (again[0][0][:-1], NAMES.index(UNKNOWN))
