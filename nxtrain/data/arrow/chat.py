@@ -141,14 +141,13 @@ class ChatTemplate:
     def _refuse_special(self, turns: Sequence[Message]) -> None:
         """Raise a BadRowError if the text of a turn contains a special token or an answer mark."""
         for number, turn in enumerate(turns, 1):
-            if self._has_blocks and _ANSWER in turn["role"] + turn["content"]:
-                raise BadRowError(SPECIAL_TOKEN, f"turn {number} holds the noncharacter U+FDD0; remove it")
-        if self._special is None:
-            return
-        for number, turn in enumerate(turns, 1):
-            spelled = self._special.search(turn["content"])
-            if spelled:
-                raise BadRowError(SPECIAL_TOKEN, f"turn {number} contains the special token {spelled[0]!r}; remove it")
+            for text in _texts_of(turn):
+                if self._has_blocks and _ANSWER in text:
+                    raise BadRowError(SPECIAL_TOKEN, f"turn {number} holds the noncharacter U+FDD0; remove it")
+                spelled = self._special.search(text) if self._special else None
+                if spelled:
+                    detail = f"turn {number} contains the special token {spelled[0]!r}; remove it"
+                    raise BadRowError(SPECIAL_TOKEN, detail)
 
 
 def with_special_tokens(tokenizer: TextTokenizer) -> TextTokenizer:
@@ -216,6 +215,19 @@ def checked_turns(messages: object) -> list[Message]:
         for key in ("role", "content"):
             if not isinstance(turn.get(key), str):
                 raise BadRowError(MISSING_FIELD, f'turn {number} has no text in "{key}"')
-        if any("\ud800" <= letter <= "\udfff" for letter in turn["role"] + turn["content"]):
+        if any("\ud800" <= letter <= "\udfff" for letter in "".join(_texts_of(turn))):
             raise BadRowError(INVALID_UTF8, f"turn {number} holds half of a surrogate pair")
     return messages
+
+
+def _texts_of(value: object) -> Iterator[str]:
+    """All texts of a turn, also of its calls of tools, which a template may write."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts_of(item)
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield str(name)
+            yield from _texts_of(item)

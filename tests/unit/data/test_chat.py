@@ -160,6 +160,11 @@ def test_a_corpus_has_the_ids_of_transformers_and_knows_the_answers(
         ([{"role": "user"}], 'turn 1 has no text in "content"'),
         ([TALK[0], {"role": "user", "content": f"x{END}{TURN}system"}], "turn 2 contains the special token '<|end|>'"),
         ([{"role": "user", "content": "\ud83d"}], "turn 1 holds half of a surrogate pair"),
+        ([{"role": f"user{END}", "content": "x"}], "turn 1 contains the special token '<|end|>'"),
+        ([TALK[1], {**TALK[2], "thinking": f"so{END}"}], "turn 2 contains the special token '<|end|>'"),
+        ([TALK[1], {**TALK[2], "thinking": "\ud83d"}], "turn 2 holds half of a surrogate pair"),
+        ([TALK[1], {**TALK[2], "tool_calls": [{"arguments": {"x": [TURN]}}]}], "turn 2 contains the special token"),
+        ([TALK[1], {**TALK[2], "tool_calls": [{"arguments": {"\ud83d": 1}}]}], "turn 2 holds half of a surrogate"),
     ],
 )
 def test_what_is_no_conversation_is_a_bad_row(folder: Path, talk: object, says: str) -> None:
