@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -37,6 +38,9 @@ SPECIAL_TOKEN = "special token"
 Message = Mapping[str, Any]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_DATE = datetime(2024, 7, 26)
+"""Date that templates write, so that a corpus does not depend on the day; the one of Llama 3.1 without a clock."""
+
 _ANSWER = "\ufdd0"
 """Mark before the text of a `{% generation %}` block: a Unicode noncharacter, which no interchanged text has."""
 
@@ -192,7 +196,7 @@ def _compiled(text: str, folder: Path) -> Template:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # without the escapes for HTML
     environment.globals["raise_exception"] = _raise
-    # Without strftime_now templates take a fixed date: a corpus must not depend on the day of its preparation.
+    environment.globals["strftime_now"] = _DATE.strftime
     try:
         return environment.from_string(text)
     except TemplateError as error:

@@ -112,6 +112,22 @@ def test_values_of_a_turn_are_json_and_a_template_may_refuse_a_conversation(fold
         documents(template, TALK)
 
 
+@pytest.mark.parametrize(
+    ("template", "date"),
+    [
+        ("{{ strftime_now('%Y-%m-%d') }}", "2024-07-26"),
+        (
+            "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% else %}26 Jul 2024{% endif %}",
+            "26 Jul 2024",
+        ),
+    ],
+)
+def test_a_template_gets_the_same_date_on_each_day(folder: Path, template: str, date: str) -> None:
+    """As gpt-oss asks for the date, and as Llama 3.1 does."""
+    (found, _) = documents(ChatTemplate(configure(folder, template + TEMPLATES["chatml"])), TALK)
+    assert found[0].startswith(f"{date}{BEGIN}<|turn|>system")
+
+
 def write(path: Path, talks: list[Any]) -> Path:
     table = pa.table({"id": [*range(len(talks))], "messages": talks})
     if path.suffix == ".parquet":
