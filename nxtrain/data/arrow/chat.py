@@ -27,7 +27,16 @@ from tokenizers import Tokenizer
 
 from nxtrain.common.errors import ConfigError, cause_of
 from nxtrain.common.io.regular import read_bytes
-from nxtrain.data.arrow.rows import INVALID_UTF8, MAX_DOCUMENT_BYTES, MISSING_FIELD, TOO_LONG, WRONG_TYPE, BadRowError
+from nxtrain.data.arrow.rows import (
+    BROKEN_JSON,
+    INVALID_UTF8,
+    MAX_DOCUMENT_BYTES,
+    MISSING_FIELD,
+    TOO_LONG,
+    TOOLS,
+    WRONG_TYPE,
+    BadRowError,
+)
 from nxtrain.data.tokenization import TextTokenizer
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
@@ -36,6 +45,7 @@ BAD_CONVERSATION = "bad conversation"
 SPECIAL_TOKEN = "special token"
 
 Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATE = datetime(2024, 7, 26)
@@ -90,26 +100,27 @@ class ChatTemplate:
         content = json.dumps([text, self._names], sort_keys=True)
         self.digest = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
-    def documents(self, messages: object) -> Iterator[tuple[bytes, int]]:
+    def documents(self, messages: object, tools: object = None) -> Iterator[tuple[bytes, int]]:
         """Documents of a conversation: all turns up to each answer, with the number of prompt bytes before the answer.
 
         An answer begins with its first `{% generation %}` block. In a template without such blocks, it begins after the
         generation prompt. A document ends before the end of text, which the column adds.
         """
-        turns = checked_turns(messages)
-        self._refuse_special(turns)
+        turns, described = checked_turns(messages), _checked_tools(tools)
+        self._refuse_special(turns, described)
         for number, turn in enumerate(turns):
             if turn["role"] == "assistant":
-                yield self._document(turns, number)
+                yield self._document(turns, number, described)
 
-    def last_answer(self, turns: Sequence[Message]) -> tuple[bytes, int]:
+    def last_answer(self, turns: Sequence[Message], tools: object = None) -> tuple[bytes, int]:
         """Document that ends with the last turn, an answer, with the number of prompt bytes; see `documents`."""
-        self._refuse_special(turns)
-        return self._document(turns, len(turns) - 1)
+        described = _checked_tools(tools)
+        self._refuse_special(turns, described)
+        return self._document(turns, len(turns) - 1, described)
 
-    def _document(self, turns: Sequence[Message], number: int) -> tuple[bytes, int]:
-        prompt = self._render(turns[:number], add_generation_prompt=True)
-        text = self._render(turns[: number + 1], add_generation_prompt=False)
+    def _document(self, turns: Sequence[Message], number: int, tools: Tools | None) -> tuple[bytes, int]:
+        prompt = self._render(turns[:number], tools, add_generation_prompt=True)
+        text = self._render(turns[: number + 1], tools, add_generation_prompt=False)
         if self._has_blocks:
             parts = text.split(_ANSWER)
             num_earlier = prompt.count(_ANSWER) + 1
@@ -134,24 +145,24 @@ class ChatTemplate:
             raise BadRowError(TOO_LONG, f"{len(document):,} bytes with the template; shorten the conversation")
         return document, len(prompt.encode())
 
-    def _render(self, turns: Sequence[Message], *, add_generation_prompt: bool) -> str:
+    def _render(self, turns: Sequence[Message], tools: Tools | None, *, add_generation_prompt: bool) -> str:
         try:
             return self._template.render(
-                messages=turns, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self._names
+                messages=turns, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **self._names
             )
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise BadRowError(BAD_CONVERSATION, f"the chat template refuses it: {error}") from error
 
-    def _refuse_special(self, turns: Sequence[Message]) -> None:
-        """Raise a BadRowError if the text of a turn contains a special token or an answer mark."""
-        for number, turn in enumerate(turns, 1):
-            for text in _texts_of(turn):
+    def _refuse_special(self, turns: Sequence[Message], tools: Tools | None) -> None:
+        """Raise a BadRowError if a text of a turn or a tool contains a special token or an answer mark."""
+        named: list[tuple[str, object]] = [(f"turn {number}", turn) for number, turn in enumerate(turns, 1)]
+        for name, value in [*named, (f'"{TOOLS}"', tools)]:
+            for text in _texts_of(value):
                 if self._has_blocks and _ANSWER in text:
-                    raise BadRowError(SPECIAL_TOKEN, f"turn {number} holds the noncharacter U+FDD0; remove it")
+                    raise BadRowError(SPECIAL_TOKEN, f"{name} holds the noncharacter U+FDD0; remove it")
                 spelled = self._special.search(text) if self._special else None
                 if spelled:
-                    detail = f"turn {number} contains the special token {spelled[0]!r}; remove it"
-                    raise BadRowError(SPECIAL_TOKEN, detail)
+                    raise BadRowError(SPECIAL_TOKEN, f"{name} contains the special token {spelled[0]!r}; remove it")
 
 
 def with_special_tokens(tokenizer: TextTokenizer) -> TextTokenizer:
@@ -222,6 +233,23 @@ def checked_turns(messages: object) -> list[Message]:
         if any("\ud800" <= letter <= "\udfff" for letter in "".join(_texts_of(turn))):
             raise BadRowError(INVALID_UTF8, f"turn {number} holds half of a surrogate pair")
     return messages
+
+
+def _checked_tools(tools: object) -> Tools | None:
+    """Tools of a conversation, given as a list or as JSON text; None for none. Raise a BadRowError for others."""
+    listed: object = tools
+    if isinstance(tools, str) and tools:
+        try:
+            listed = json.loads(tools)
+        except (RecursionError, ValueError) as error:
+            raise BadRowError(BROKEN_JSON, f'"{TOOLS}" is no JSON: {cause_of(error)}') from error
+    if not listed:
+        return None
+    if not isinstance(listed, list) or not all(isinstance(tool, dict) for tool in listed):
+        raise BadRowError(WRONG_TYPE, f'"{TOOLS}" is no list of objects such as [{{"type": "function", ...}}]')
+    if any("\ud800" <= letter <= "\udfff" for letter in "".join(_texts_of(listed))):
+        raise BadRowError(INVALID_UTF8, f'"{TOOLS}" holds half of a surrogate pair')
+    return listed
 
 
 def _texts_of(value: object) -> Iterator[str]:

@@ -25,17 +25,18 @@ class AnswerWriter:
     def __init__(self, chat: ChatTemplate | None) -> None:
         self._chat = chat
 
-    def pair(self, values: Sequence[object]) -> Iterator[tuple[bytes, int]]:
+    def pair(self, values: Sequence[object], tools: object = None) -> Iterator[tuple[bytes, int]]:
         """Documents of a pair: the chosen answer, then the rejected one, each with the number of bytes of its prompt.
 
         Args:
             values: Prompt or None, then the chosen and the rejected answer.
+            tools: Tools of a conversation; None for none.
         """
         for name, value in zip(PAIR, values[1:], strict=True):
             if value is None:
                 raise BadRowError(MISSING_FIELD, f'no "{name}"; a pair has "chosen", "rejected" and perhaps "prompt"')
         if self._chat is not None:
-            yield from self._of_turns(self._chat, values)
+            yield from self._of_turns(self._chat, values, tools)
             return
         prompt, chosen, rejected = (_text(name, value) for name, value in zip(("prompt", *PAIR), values, strict=True))
         if values[0] is None:
@@ -45,11 +46,12 @@ class AnswerWriter:
         for answer in (chosen, rejected):
             yield (prompt + answer).encode(), len(prompt.encode())
 
-    def labelled(self, values: Sequence[object]) -> Iterator[tuple[bytes, int]]:
+    def labelled(self, values: Sequence[object], tools: object = None) -> Iterator[tuple[bytes, int]]:
         """Document of a labelled answer with its prompt, and the number of bytes of the prompt.
 
         Args:
             values: Prompt, answer, and True if the answer is desirable.
+            tools: Tools of a conversation; None for none.
         """
         names = ("prompt", *LABELLED)
         for name, value in zip(names, values, strict=True):
@@ -69,9 +71,9 @@ class AnswerWriter:
                 BAD_ANSWER, f"completion has {len(answers)} turns; an answer is one turn of the assistant"
             )
         _refuse_blank(BAD_ANSWER, {"completion": answers[0]["content"]})
-        yield self._chat.last_answer([*turns, *answers])
+        yield self._chat.last_answer([*turns, *answers], tools)
 
-    def _of_turns(self, chat: ChatTemplate, values: Sequence[object]) -> Iterator[tuple[bytes, int]]:
+    def _of_turns(self, chat: ChatTemplate, values: Sequence[object], tools: object) -> Iterator[tuple[bytes, int]]:
         prompt: list[Message] = []
         if values[0] is not None:
             prompt = _turns("prompt", values[0], "user")
@@ -95,7 +97,7 @@ class AnswerWriter:
                 raise BadRowError(BAD_PAIR, f"{detail}; an answer is one turn of the assistant")
         _refuse_useless(chosen[-1]["content"], rejected[-1]["content"])
         for turns in talks:
-            yield chat.last_answer(turns)
+            yield chat.last_answer(turns, tools)
 
 
 def _text(name: str, value: object) -> str:

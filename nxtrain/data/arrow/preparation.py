@@ -46,6 +46,7 @@ from nxtrain.data.arrow.rows import (
     DEFECTS,
     LABELLED,
     PAIR,
+    TOOLS,
     BadRow,
     Fields,
     ReadProgress,
@@ -247,12 +248,13 @@ def prepare_sources(request: PreparationRequest, sources: Sequence[Source], watc
 
 def _form(request: PreparationRequest, chat: ChatTemplate | None) -> tuple[Fields, tuple[str, ...]]:
     """Fields to read from each row, and the names of the corpus's further columns."""
+    tools = TOOLS if chat else ""
     if request.pairs:
-        return Fields("", PROMPT, answers=AnswerWriter(chat).pair), (PROMPT,)
+        return Fields("", PROMPT, answers=AnswerWriter(chat).pair, tools=tools), (PROMPT,)
     if request.labels:
-        return Fields("", PROMPT, answers=AnswerWriter(chat).labelled, values=LABELLED), (PROMPT, LABEL)
+        return Fields("", PROMPT, answers=AnswerWriter(chat).labelled, values=LABELLED, tools=tools), (PROMPT, LABEL)
     if chat is not None:
-        return Fields(request.field, chat=chat.documents), (PROMPT,)
+        return Fields(request.field, chat=chat.documents, tools=tools), (PROMPT,)
     fields = Fields(request.field, request.prompt, sections=request.sections)
     if request.sections:
         return fields, (CONTINUES,)
@@ -307,9 +309,7 @@ class _Copy:
         self._watcher = watcher
         self._to_array, self._extra = to_array, extra
         self._texts: list[bytes] = []
-        self._prompts: list[int] = []
-        self._continued: list[int] = []
-        self._labels: list[int] = []
+        self._prompts, self._continued, self._labels = list[int](), list[int](), list[int]()
         self._num_bytes = self._num_read = 0
 
     def run(self, sources: Sequence[Source], fields: Fields) -> None:

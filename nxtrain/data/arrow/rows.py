@@ -77,14 +77,14 @@ class BadRowError(Exception):
 ReadProgress: TypeAlias = Callable[[int], None]
 """Callback with the number of bytes that a reader has read so far."""
 
-ChatWriter: TypeAlias = Callable[[object], Iterator[tuple[bytes, int]]]
-"""Function that converts a conversation to documents, each with the byte length of its prompt.
+ChatWriter: TypeAlias = Callable[[object, object], Iterator[tuple[bytes, int]]]
+"""Function that converts a conversation and its tools to documents, each with the byte length of its prompt.
 
 Raises a BadRowError for an unusable conversation.
 """
 
-AnswersWriter: TypeAlias = Callable[[Sequence[Any]], Iterator[tuple[bytes, int]]]
-"""Function that converts the answers of a row to documents, given its prompt or None, and two values.
+AnswersWriter: TypeAlias = Callable[[Sequence[Any], object], Iterator[tuple[bytes, int]]]
+"""Function that converts the answers of a row to documents, given its prompt or None and two values, and its tools.
 
 Raises a BadRowError for an unusable row.
 """
@@ -92,6 +92,9 @@ Raises a BadRowError for an unusable row.
 PAIR = ("chosen", "rejected")
 LABELLED = ("completion", "label")
 """Fields of a row with a labelled answer, after its prompt. `PAIR` has the fields of a row with two answers."""
+
+TOOLS = "tools"
+"""Optional field of a row with a conversation: the tools that the template describes to the model."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class Fields:
         sections: Text files are read in sections, so that a file of any size fits in memory.
         answers: Function that converts the answers in the fields `values`; None for other documents.
         values: `PAIR` or `LABELLED`, for answers.
+        tools: `TOOLS` for conversations; empty for other documents, or if the source has no such column.
     """
 
     text: str
@@ -113,13 +117,13 @@ class Fields:
     sections: bool = False
     answers: AnswersWriter | None = None
     values: tuple[str, str] = PAIR
+    tools: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the fields, in their order in the document."""
-        if self.answers is not None:
-            return (*filter(None, [self.prompt]), *self.values)
-        return (self.prompt, self.text) if self.prompt else (self.text,)
+        values = (self.text,) if self.answers is None else self.values
+        return tuple(filter(None, (self.prompt, *values, self.tools)))
 
     def option(self, name: str) -> str:
         """Option of the command that names a field."""
@@ -129,7 +133,7 @@ class Fields:
         """Convert the field values of one source row to documents.
 
         Args:
-            values: Values of the fields: texts in UTF-8, a conversation, or a prompt and answers.
+            values: Values of the fields: texts in UTF-8, a conversation, or a prompt and answers; then the tools.
         """
         if self.chat is None and self.answers is None:
             num_prompt = 0
@@ -137,11 +141,14 @@ class Fields:
                 num_prompt = len(values[0])
             yield SourceRow(b"".join(values), row, offset, num_prompt)
             return
+        tools = None
+        if self.tools:
+            *values, tools = values
         if self.answers is not None:
-            documents = list(self.answers([*[None] * (3 - len(values)), *values]))
+            documents = list(self.answers([*[None] * (3 - len(values)), *values], tools))
         else:
             assert self.chat is not None
-            documents = list(self.chat(values[0])) or [(b"", 0)]
+            documents = list(self.chat(values[0], tools)) or [(b"", 0)]
         for number, (text, prompt) in enumerate(documents, 1):
             is_desirable = self.values == LABELLED and values[-1] is True
             is_last = number == len(documents)
@@ -395,10 +402,8 @@ def _json_values(line: bytes, fields: Fields) -> list[Any]:
     if not isinstance(record, dict):
         wanted = ", ".join(f'"{field}": "..."' for field in fields.names)
         raise BadRowError(WRONG_TYPE, f"{_kind(record)}, not an object such as {{{wanted}}}")
-    if fields.answers:
+    if fields.answers or fields.chat:
         return [record.get(field) for field in fields.names]
-    if fields.chat:
-        return [record.get(fields.text)]
     return [_json_text(record, field, fields.option(field)) for field in fields.names]
 
 

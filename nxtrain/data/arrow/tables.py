@@ -28,6 +28,7 @@ from nxtrain.data.arrow.rows import (
     MAX_DOCUMENT_BYTES,
     MISSING_FIELD,
     TOO_LONG,
+    TOOLS,
     WRONG_TYPE,
     BadRow,
     BadRowError,
@@ -145,9 +146,11 @@ def _opened(mapped: Any, is_file: bool, options: Any = None) -> Any:
 
 
 def _present(schema: pa.Schema, fields: Fields) -> Fields:
-    """Fields without the prompt field of answers, if the file has no such column."""
+    """Fields without the prompt of answers and without tools, if the file has no such columns."""
     if fields.answers is not None and fields.prompt not in schema.names:
-        return replace(fields, prompt="")
+        fields = replace(fields, prompt="")
+    if fields.tools not in schema.names:
+        fields = replace(fields, tools="")
     return fields
 
 
@@ -162,6 +165,8 @@ def _column_defect(schema: pa.Schema, field: str, fields: Fields) -> tuple[str, 
         names = ", ".join(schema.names[:8]) or "none"
         return MISSING_FIELD, f'no column "{field}"; columns: {names}; choose one with {fields.option(field)}'
     kind = schema.field(field).type
+    if field == fields.tools:
+        return None
     if fields.answers is not None and (_holds_turns(kind) or pa.types.is_boolean(kind)):
         return None
     if fields.chat is not None:
@@ -191,7 +196,7 @@ def _documents(columns: Sequence[Any], begin: int, start: int, fields: Fields) -
         )
         return
     if fields.chat is not None:
-        yield from _written([_turns(columns[0])], begin, start, fields)
+        yield from _written([*map(_objects, columns)], begin, start, fields)
         return
     texts = zip(*(document_bytes(column, MAX_DOCUMENT_BYTES) for column in columns), strict=True)
     for row, values in enumerate(texts, begin + 1):
@@ -218,21 +223,26 @@ def _written(columns: Sequence[Iterator[Any]], begin: int, start: int, fields: F
             yield BadRow(row, 0, *error.args)
 
 
-def _turns(column: Any) -> Iterator[Any]:
-    """Conversations in a slice of a column: lists of turns, or None."""
+def _objects(column: Any) -> Iterator[Any]:
+    """Conversations or tools in a slice of a column, or None."""
     column.validate(full=True)  # pyarrow trusts a file's offsets when it makes Python objects
-    for messages in column:
-        turns = messages.as_py()
-        for turn in filter(None, turns or ()):  # a turn has null for the keys that only other turns of the column have
-            for key in [key for key, value in turn.items() if value is None]:
-                del turn[key]
-        yield turns
+    for value in column:
+        yield _without_nulls(value.as_py())
+
+
+def _without_nulls(value: Any) -> Any:
+    """Value without null entries of its objects, which have null for the keys that only others of the column have."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def _values(column: Any, field: str) -> Iterator[Any]:
     """Strings or conversations in a slice of a column, None for null, and an error for other values."""
-    if _holds_turns(column.type):
-        yield from _turns(column)
+    if field == TOOLS or _holds_turns(column.type):
+        yield from _objects(column)
         return
     if pa.types.is_boolean(column.type):
         yield from column.to_pylist()

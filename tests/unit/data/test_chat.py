@@ -221,6 +221,82 @@ def test_the_template_may_be_a_file_or_one_of_several(folder: Path, tmp_path: Pa
         prepare_talk(tokenizer=folder, prompt="q")
 
 
+TOOLED = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATES["strict"]
+CALLS = [{"name": "rain", "arguments": {"place": "Bern"}}, {"name": "snow", "arguments": {"depth": 2, "of": ["x"]}}]
+TOOLS = [
+    [{"name": call["name"], "parameters": {"keys": [*call["arguments"]], call["name"]: {"type": "x"}}}]
+    for call in CALLS
+]
+
+
+@pytest.mark.parametrize("kind", ["a.jsonl", "a.parquet", "a.arrow"])
+@pytest.mark.parametrize("as_text", [True, False])
+def test_tools_and_calls_are_written_as_transformers_writes_them(
+    folder: Path, tmp_path: Path, kind: str, as_text: bool
+) -> None:
+    """Columns of a table give each object the keys of all others, with null."""
+    configure(folder, TOOLED)
+    theirs = peer(folder, TOOLED)
+    talks = [[TALK[1], {**TALK[2], "tool_calls": [{"function": call}]}] for call in CALLS] + [TALK[1:3]]
+    tools = [*TOOLS, None]
+    listed = [json.dumps(item) if as_text and item else item for item in tools]
+    path = tmp_path / kind
+    if kind == "a.jsonl":
+        lines = [{"messages": talk, "tools": item} for talk, item in zip(talks, listed, strict=True)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    elif kind == "a.parquet":
+        pq.write_table(pa.table({"messages": talks, "tools": listed}), path)
+    else:
+        write_file(path, pa.table({"messages": talks, "tools": listed}))
+    prepare(path, out=tmp_path / "o.arrow", tokenizer=folder, chat=True, field="messages")
+    corpus = PreparedCorpus(tmp_path / "o.arrow")
+    for number, (talk, item) in enumerate(zip(talks, tools, strict=True)):
+        whole = json.loads(
+            theirs.apply_chat_template(talk, tools=item, tokenize=False).partition("[/INST]")[2].removesuffix(END)
+        )
+        found = theirs.decode(corpus.ids(number))
+        described, _, answer = found.removesuffix(END).partition("[INST]")
+        assert json.loads(answer.partition("[/INST]")[2]) == whole == talk[1]
+        assert (json.loads(described) if described else None) == item
+
+
+@pytest.mark.parametrize("kind", ["pairs", "labels"])
+def test_answers_that_are_compared_have_tools_too(folder: Path, tmp_path: Path, kind: str) -> None:
+    configure(folder, TOOLED)
+    answers = (
+        {"chosen": "Frozen.", "rejected": "Sand."} if kind == "pairs" else {"completion": "Frozen.", "label": True}
+    )
+    line = {"prompt": "What is snow?", **answers, "tools": TOOLS[0]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    prepare(
+        tmp_path / "a.jsonl",
+        out=tmp_path / "o.arrow",
+        tokenizer=folder,
+        chat=True,
+        pairs=kind == "pairs",
+        labels=kind == "labels",
+    )
+    corpus, theirs = PreparedCorpus(tmp_path / "o.arrow"), peer(folder, TOOLED)
+    texts = [theirs.decode(corpus.ids(number)) for number in range(len(corpus))]
+    assert [json.loads(text.partition("[INST]")[0]) for text in texts] == [TOOLS[0]] * len(corpus)
+
+
+@pytest.mark.parametrize(
+    ("tools", "says"),
+    [
+        ("[{", '"tools" is no JSON'),
+        ([1], '"tools" is no list of objects'),
+        ([{"name": END}], "\"tools\" contains the special token '<|end|>'"),
+        ([{"name": "\ud83d"}], '"tools" holds half of a surrogate pair'),
+    ],
+)
+def test_what_describes_no_tools_is_a_bad_row(folder: Path, tools: object, says: str) -> None:
+    template = ChatTemplate(configure(folder, TOOLED))
+    with pytest.raises(BadRowError) as caught:
+        list(template.documents(TALK[1:3], tools))
+    assert says in caught.value.args[1]
+
+
 def test_another_template_is_another_corpus(folder: Path, tmp_path: Path) -> None:
     talk = write(tmp_path / "a.jsonl", [TALK])
     for name in ("chatml", "trimmed"):
