@@ -171,11 +171,16 @@ def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 def declared_end(file: Path) -> str:
     """End-of-document token in the `tokenizer_config.json` next to a tokenizer; empty if not declared."""
+    return declared_token(file, "eos_token")
+
+
+def declared_token(file: Path, role: str) -> str:
+    """Token with a role, such as `bos_token`, in the `tokenizer_config.json` next to a tokenizer; empty if absent."""
     config = file.with_name("tokenizer_config.json")
     declared = None
     try:
         if config.exists():
-            declared = json.loads(read_bytes(config)).get("eos_token")
+            declared = json.loads(read_bytes(config)).get(role)
     except OSError as error:
         raise unreadable(f"data.tokenizer: {config}", error) from error
     except (RecursionError, ValueError) as error:

@@ -14,13 +14,14 @@ from unittest import mock
 
 import pytest
 import torch
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, processors
 
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.convert.hf import hf_to_nxtrain
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.mesh import Mesh
+from nxtrain.data.tokenization import train_bpe
 from nxtrain.tools.eval import harness, suites
 from nxtrain.tools.eval import scorer as scorers
 from nxtrain.tools.eval.generate import extend
@@ -29,7 +30,7 @@ from nxtrain.tools.eval.scorer import Scorer, windows
 from nxtrain.tools.eval.suites import RECIPE
 from nxtrain.tools.eval.trained import Trained
 from tests.support.commands import errors_of, in_process, output_of
-from tests.support.models import LENGTH, TEXT
+from tests.support.models import LENGTH, TEXT, text_model
 from tests.train.conftest import write_tasks
 
 pytest.importorskip("lm_eval", reason='no lm_eval: pip install ".[eval]", which .[dev] holds')
@@ -117,6 +118,45 @@ def test_whole_texts_are_cut_into_the_windows_of_the_harness(hf: Path) -> None:
     )
     assert len(ids) > LENGTH
     assert scorer.rolling([text, "fox"])[0].nats == pytest.approx(expected, abs=1e-3)
+
+
+TURN, END, TEXT_END = "<|turn|>", "<|end|>", "<|endoftext|>"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("begin", "end", "added"),
+    [(None, TEXT_END, ""), (None, END, ""), (TURN, END, ""), (TURN, TEXT_END, TURN)],
+    ids=["the end begins", "the declared end begins", "the begin is declared", "the tokenizer adds it"],
+)
+def test_texts_begin_as_with_the_model_of_the_harness(begin: str | None, end: str, added: str, tmp_path: Path) -> None:
+    """Also texts that begin with the token that begins a text."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    folder = text_model(tmp_path / "model")
+    file = folder / directory.TOKENIZER
+    train_bpe([TEXT * 50], 290, file)
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in (TURN, END)])
+    if added:
+        named = [(added, tokenizer.token_to_id(added))]
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{added} $A", special_tokens=named)
+    tokenizer.save(str(file))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": begin, "eos_token": end}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    ours, theirs = open_scorer(folder), HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=1)
+
+    def request(kind: str, *arguments: str) -> Any:
+        return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
+
+    assert ours.prefix == theirs.prefix_token_id
+    pairs = [("", "the fox"), ("the quick ", "brown"), (f"{TURN}the", " fox"), (TEXT, END), ("caf\xe9 " * 40, "the")]
+    expected = [theirs.loglikelihood([request("loglikelihood", *pair)], disable_tqdm=True)[0][0] for pair in pairs]
+    assert [score.nats for score in ours.likelihoods(pairs)] == pytest.approx(expected, abs=1e-3)
+    for text in ("the quick", f"{TURN}the", TEXT * 8):
+        (expected_sum,) = theirs.loglikelihood_rolling([request("loglikelihood_rolling", text)], disable_tqdm=True)
+        assert ours.rolling([text])[0].nats == pytest.approx(expected_sum, abs=1e-3), text
 
 
 @pytest.mark.filterwarnings("ignore")

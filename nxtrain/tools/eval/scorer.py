@@ -66,12 +66,15 @@ class Scorer:
         # As in the lm-evaluation-harness, even if rope_scaling extends the length. Dynamic scaling begins beyond this.
         _, longest = model.config.longest_sequence
         self.length = min(longest, model.config.max_position_embeddings)
-        begin = tuple(model.tokenizer.encode("").ids) or tuple(sorted(model.ends)[:1])
-        if not begin:
+        prefix = model.prefix
+        if prefix is None:
+            prefix = min(model.ends, default=None)
+        if prefix is None:
             raise ConfigError(
                 f"the tokenizer of {model.location} has no begin-of-text or end-of-text token, which eval needs"
             )
-        self.prefix = begin[-1]
+        self.prefix = prefix
+        self._prefix_text = model.tokenizer.decode([prefix], skip_special_tokens=False)
         model.refuse_foreign(max(model.tokenizer.get_vocab(with_added_tokens=True).values()))
         self._decoder = Decoder(model.open(backend, self.length, ranks.mesh), backend.put)
         self._put = backend.put
@@ -96,7 +99,7 @@ class Scorer:
         """Compute the log-likelihoods of whole texts, with the context of each token given by `windows`."""
         groups = []
         for text in texts:
-            ids = self.model.tokenizer.encode(text).ids
+            ids = self._ids(text)
             groups.append(list(windows([self.prefix, *ids], len(ids), self.length)))
         return self.of_rows(groups, done)
 
@@ -114,11 +117,17 @@ class Scorer:
             if ids[:1] == prefix_ids:
                 ids = ids[1:]
             return list(windows([*prefix_ids, *ids], len(ids), self.length))
-        prefix_ids = tokenizer.encode(context.rstrip()).ids or [self.prefix]
-        scored = tokenizer.encode(context + continuation).ids[len(prefix_ids) :]
+        prefix_ids = self._ids(context.rstrip()) or [self.prefix]
+        scored = self._ids(context + continuation)[len(prefix_ids) :]
         # If a tokenizer merges the whole continuation into the context's tokens, it is encoded by itself.
         scored = scored or tokenizer.encode(continuation, add_special_tokens=False).ids
         return list(windows([*prefix_ids, *scored], len(scored), self.length))
+
+    def _ids(self, text: str) -> list[int]:
+        """Token ids of a text; nothing is added before a text that begins with the prefix, as in the harness."""
+        begins = bool(self._prefix_text) and text.startswith(self._prefix_text)
+        ids: list[int] = self.model.tokenizer.encode(text, add_special_tokens=not begins).ids
+        return ids
 
     def continuations(
         self,
@@ -142,7 +151,7 @@ class Scorer:
         seen = Counter[str]()
         for prompt, wanted, stops in requests:
             count = min(wanted, self.length - 1)
-            ids = tokenizer.encode(prompt).ids[-(self.length - count) :] or [self.prefix]
+            ids = self._ids(prompt)[-(self.length - count) :] or [self.prefix]
             stream = (seed << 20) % (1 << 62) + seen[prompt]
             texts.append(Continuation(ids, count, tokenizer, self.model.ends, stops=stops, seed=stream))
             seen.update([prompt])

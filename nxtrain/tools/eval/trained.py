@@ -20,7 +20,7 @@ from nxtrain.common.errors import ConfigError, DamagedError, DataError
 from nxtrain.common.family import CausalLM, ModelConfig, ModelFamily
 from nxtrain.common.io.object_store import Location, content_of, location_of
 from nxtrain.common.mesh import Mesh
-from nxtrain.data.tokenization import end_ids
+from nxtrain.data.tokenization import declared_end, declared_token, end_ids
 from nxtrain.tools.eval.model_shape import CONFIG, is_hf_folder, read_hf
 
 
@@ -37,6 +37,7 @@ class Trained:
     step: int = 0  # finished updates; 0 for a Hugging Face folder
     tokens: int = 0  # positions of the rows that the updates consumed; 0 for a Hugging Face folder
     identity: str = ""  # identifies the weights, also among weights of the same step
+    prefix: int | None = None  # id of the token that begins a text; None if unknown
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -60,9 +61,12 @@ class Trained:
             tokenizer = _open_tokenizer(location) if reads_text else None
             family, config, declared = read_hf(location)
             identity = fingerprint([str(location.resolve()).encode(), content_of(location / CONFIG)])
+            prefix = None
             if tokenizer is not None:
                 declared |= end_ids(tokenizer)
-            return Trained(location, True, family, config, tokenizer, declared, identity=identity)
+                file = location / directory.TOKENIZER
+                prefix = _prefix(tokenizer, declared_token(file, "bos_token"), declared_end(file))
+            return Trained(location, True, family, config, tokenizer, declared, identity=identity, prefix=prefix)
         if isinstance(location, Path) and is_hf_folder(location, ADAPTER_CONFIG):
             hint = f"make a whole model of it: nxtrain convert peft-to-hf {location} DST --base DIR"
             raise ConfigError(f"{location} holds an adapter in PEFT's format and no model; {hint}")
@@ -71,14 +75,16 @@ class Trained:
         meta = read_meta(location)
         family, config = meta.model()
         ends: frozenset[int] = frozenset()
+        prefix = None
         if tokenizer is not None:
             ends = end_ids(tokenizer)
             end = tokenizer.token_to_id(meta.end_of_text) if meta.end_of_text else None
             if end is not None:
                 ends |= {end}
+            prefix = _prefix(tokenizer, "", meta.end_of_text)
         # The manifest has the checksums of all tensors.
         identity = f"{meta.step}-{meta.manifest_crc32:08x}"
-        return Trained(location, False, family, config, tokenizer, ends, meta.step, meta.tokens, identity)
+        return Trained(location, False, family, config, tokenizer, ends, meta.step, meta.tokens, identity, prefix)
 
     def open(self, backend: Backend, seq_len: int, mesh: Mesh) -> CausalLM:
         """Build the model and read the weights of this rank's shard; every rank calls this method."""
@@ -95,6 +101,22 @@ class Trained:
         if largest >= self.config.vocab_size:
             reason = f"its tokenizer gives ids up to {largest}, and its vocabulary ends at {self.config.vocab_size - 1}"
             raise ConfigError(f"the tokenizer does not belong to the model: {reason}")
+
+
+def _prefix(tokenizer: Tokenizer, begin: str, end: str) -> int | None:
+    """Id of the token that begins a text, as in the lm-evaluation-harness: the begin of text, else the end of text.
+
+    Args:
+        begin: Declared begin-of-text token; empty for the one that the tokenizer adds, if any.
+        end: Declared end-of-text token; empty for none.
+    """
+    declared = tokenizer.token_to_id(begin) if begin else None
+    added = tokenizer.encode("").ids
+    if declared is None and added:
+        declared = added[-1]
+    if declared is None and end:
+        declared = tokenizer.token_to_id(end)
+    return declared
 
 
 def _open_tokenizer(location: Location) -> Tokenizer:
