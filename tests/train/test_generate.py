@@ -113,15 +113,16 @@ def test_a_prompt_beyond_the_length_of_the_model_is_refused(hf: Path) -> None:
     assert f"maximum is max_position_embeddings={LENGTH}; shorten the prompt by {excess} tokens" in err
 
 
-def test_ends_that_the_folder_declares_are_heeded(hf: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_ends_that_the_folder_declares_are_heeded(hf: Path, tmp_path: Path, file: str) -> None:
     folder = tmp_path / "hf"
     shutil.copytree(hf, folder)
     tokenizer = Tokenizer.from_file(str(hf / directory.TOKENIZER))
     text = whole(hf, "the quick", 12)
     second = tokenizer.encode(text).ids
     for declared in (second[6], [299, second[6]]):
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": declared}))
+        config = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps({**config, "eos_token_id": declared}))
         assert len(whole(folder, "the quick", 12)) < len(text)
 
 

@@ -14,6 +14,7 @@ from nxtrain.common.family import ModelConfig, ModelFamily, find_family
 from nxtrain.common.io.object_store import content_of, location_of
 
 CONFIG = "config.json"
+_GENERATION_CONFIG = "generation_config.json"
 
 
 def is_hf_folder(location: Path, config: str = CONFIG) -> bool:
@@ -37,15 +38,24 @@ def read_hf(location: Path) -> tuple[ModelFamily, ModelConfig, frozenset[int]]:
     try:
         content: Mapping[str, Any] = json.loads(content_of(location / CONFIG))
         family = find_family(str(content["model_type"]))
-        ends = content.get("eos_token_id")
-        if not isinstance(ends, list):
-            ends = [ends]
-        return family, family.from_hf(content), frozenset(token for token in ends if isinstance(token, int))
+        ends = _ends_of(content)
+        generation = location / _GENERATION_CONFIG
+        if generation.is_file():  # the ids at which transformers ends a text
+            ends |= _ends_of(json.loads(content_of(generation)))
+        return family, family.from_hf(content), ends
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         reason = repr(error)
         if isinstance(error, RecursionError | ValueError):
             reason = cause_of(error)
         raise ConfigError(f"{location / CONFIG} is no configuration of a model: {reason}") from error
+
+
+def _ends_of(content: Mapping[str, Any]) -> frozenset[int]:
+    """End-of-text ids in a configuration of Hugging Face."""
+    ends = content.get("eos_token_id")
+    if not isinstance(ends, list):
+        ends = [ends]
+    return frozenset(token for token in ends if isinstance(token, int))
 
 
 def local_shape(address: str) -> tuple[ModelFamily, ModelConfig] | None:
