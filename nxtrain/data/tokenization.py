@@ -80,23 +80,29 @@ class TextTokenizer:
     def anchor(self, before: str) -> str:
         """Text to encode before a part of a document, so that the part gets no space that only a text's begin has.
 
-        The caller removes the anchor's ids. Empty if the tokenizer adds no space.
+        The caller removes the anchor's ids. Empty if the text before does not change the ids of the part.
 
         Args:
             before: Text of the document before the part.
         """
-        if not self.adds_space:
-            return ""
-        if before.endswith(self._found_tokens):  # the text after such a token begins again
-            return max((token for token in self._found_tokens if before.endswith(token)), key=len)
-        return ANCHOR
+        anchor, stripped = "", before.rstrip()
+        for token, takes_spaces in self._anchors:
+            end = stripped if takes_spaces else before
+            if end.endswith(token) and len(token) > len(anchor):
+                anchor = token  # the text after such a token begins again
+        if self.adds_space and not anchor:
+            anchor = ANCHOR
+        return anchor
 
     @cached_property
-    def _found_tokens(self) -> tuple[str, ...]:
-        """Names of tokens that the tokenizer finds in a text before it splits the rest."""
-        tokens = self.tokenizer.get_added_tokens_decoder().values()
-        finds_special = not self.tokenizer.encode_special_tokens
-        return tuple(token.content for token in tokens if finds_special or not token.special)
+    def _anchors(self) -> tuple[tuple[str, bool], ...]:
+        """Tokens that are found before a text is split, and change the ids after them; True if they take in spaces."""
+        anchors = []
+        for token in self.tokenizer.get_added_tokens_decoder().values():
+            is_found = not token.special or not self.tokenizer.encode_special_tokens
+            if is_found and (token.rstrip or self.adds_space):
+                anchors.append((token.content, token.rstrip))
+        return tuple(anchors)
 
     def encode(self, texts: Sequence[str]) -> Iterator[Tokens]:
         """Token ids of each text. Text that looks like a special token is encoded as ordinary text."""

@@ -55,12 +55,13 @@ MAKERS: Mapping[str, Callable[[], Tokenizer]] = {
 }
 
 
-def write_kind(folder: Path, kind: str, *, template: str = "", begins: bool = True) -> Path:
+def write_kind(folder: Path, kind: str, *, template: str = "", begins: bool = True, takes_spaces: bool = False) -> Path:
     """Write a tokenizer of a kind of `MAKERS`.
 
     Args:
         template: Chat template.
         begins: The tokenizer puts its token `BEGIN` before each text.
+        takes_spaces: The token `BEGIN` takes in the white space after it.
     """
     tokenizer = MAKERS[kind]()
     trainer: trainers.Trainer
@@ -88,6 +89,7 @@ def write_kind(folder: Path, kind: str, *, template: str = "", begins: bool = Tr
     tokenizer.train_from_iterator(TEXTS, trainer)
     content = json.loads(tokenizer.to_str())
     content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] in NAMES]
+    content["added_tokens"][NAMES.index(BEGIN)]["rstrip"] = takes_spaces
     tokenizer = Tokenizer.from_str(json.dumps(content))
     if begins:
         named = [(BEGIN, NAMES.index(BEGIN))]
