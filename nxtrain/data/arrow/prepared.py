@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -111,13 +112,15 @@ class PreparedCorpus:
         """True for a section of a text file that continues in the next document."""
         return self._has_sections and self._extra(document) != 0
 
-    @property
+    @cached_property
     def identity(self) -> str:
-        """Hash that identifies the documents: of the sources, the settings and the batch sizes."""
+        """Hash that identifies the documents: of the sources, the settings, the batch sizes, and any checksums."""
         digest = hashlib.blake2b(digest_size=16)
         for key in (SOURCES_KEY, SETTINGS_KEY, TOKENIZER_KEY):
             digest.update(self.metadata.get(key, b"") + b"\0")
         digest.update(repr([(batch.rows, batch.size) for batch in self._batches]).encode())
+        if self.has_checksums:  # sources are compared by samples of their content, and these are of all of it
+            digest.update(self.checksum.encode())
         return digest.hexdigest()
 
     @property

@@ -331,3 +331,20 @@ def test_a_link_to_itself_is_refused(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises((ConfigError, DataError, StorageError), match="loop"):
         prepare(tmp_path / "loop", out=tmp_path / "o.arrow")
+
+
+@pytest.mark.parametrize("as_ids", [True, False])
+def test_a_changed_letter_anywhere_is_another_corpus(as_ids: bool, tmp_path: Path) -> None:
+    """The sources are compared by samples; runs, stored references and results of evaluations by the whole corpus."""
+    tokenizer = write_tokenizer(tmp_path / "tokenizer") if as_ids else None
+    texts = [f"document {number:05} is a" for number in range(6000)]
+    identities = []
+    for changed in (None, None, 0, 1500, 3000, 4500, 5999):
+        given = [*texts]
+        if changed is not None:
+            given[changed] = given[changed][:-1] + "b"
+        (tmp_path / "a.txt").write_text("\n".join(given), encoding="utf-8")
+        prepare(tmp_path / "a.txt", out=tmp_path / "o.arrow", lines=True, tokenizer=tokenizer, restart=True)
+        identities.append(PreparedCorpus(tmp_path / "o.arrow").identity)
+    assert identities[0] == identities[1]
+    assert len(set(identities)) == 6
