@@ -9,6 +9,7 @@ Reference: Arrow columnar format, "Variable-size Binary Layout", "Variable-size 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -20,8 +21,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import DTypeLike, NDArray
 
+from nxtrain.common.errors import cause_of
 from nxtrain.common.io.regular import require_regular
 from nxtrain.data.arrow.rows import (
+    BROKEN_JSON,
     DAMAGED,
     DEFECTS,
     INVALID_UTF8,
@@ -183,9 +186,14 @@ def _column_defect(schema: pa.Schema, field: str, fields: Fields) -> tuple[str, 
 
 
 def _holds_turns(kind: pa.DataType) -> bool:
-    """True for a column of lists of structures, which may be turns of conversations."""
+    """True for a column of lists of structures or of JSON values, which may be turns of conversations."""
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    return bool(is_list and pa.types.is_struct(kind.value_type))
+    return bool(is_list and (pa.types.is_struct(kind.value_type) or _is_json(kind.value_type)))
+
+
+def _is_json(kind: pa.DataType) -> bool:
+    """True for Arrow's type of JSON text, which Hugging Face's datasets give values of several forms."""
+    return isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.json"
 
 
 def _documents(columns: Sequence[Any], begin: int, start: int, fields: Fields) -> Iterator[SourceRow | BadRow]:
@@ -224,18 +232,29 @@ def _written(columns: Sequence[Iterator[Any]], begin: int, start: int, fields: F
 
 
 def _objects(column: Any) -> Iterator[Any]:
-    """Conversations or tools in a slice of a column, or None."""
+    """Conversations or tools in a slice of a column, or None; an error for a value that is no JSON."""
     column.validate(full=True)  # pyarrow trusts a file's offsets when it makes Python objects
-    for value in column:
-        yield _without_nulls(value.as_py())
+    for item in column:
+        value = item.as_py()
+        try:
+            yield _plain(value, column.type)
+        except (RecursionError, ValueError) as error:
+            yield BadRowError(BROKEN_JSON, cause_of(error))
 
 
-def _without_nulls(value: Any) -> Any:
-    """Value without null entries of its objects, which have null for the keys that only others of the column have."""
+def _plain(value: Any, kind: pa.DataType) -> Any:
+    """Value of a column as its author wrote it: JSON decoded, and structures without null entries.
+
+    A structure has null for the keys that only other structures of the column have.
+    """
+    if value is None:
+        return None
+    if _is_json(kind):
+        return json.loads(value)
     if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
+        return [_plain(item, kind.value_type) for item in value]
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        return {key: _plain(item, kind.field(key).type) for key, item in value.items() if item is not None}
     return value
 
 

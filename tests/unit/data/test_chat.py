@@ -260,6 +260,44 @@ def test_tools_and_calls_are_written_as_transformers_writes_them(
         assert (json.loads(described) if described else None) == item
 
 
+@pytest.mark.parametrize("kind", ["a.parquet", "save_to_disk"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_json_of_hugging_faces_datasets_is_decoded(folder: Path, tmp_path: Path, kind: str, whole: bool) -> None:
+    """Turns are JSON as a whole, or only the arguments of calls are."""
+    datasets = pytest.importorskip("datasets", reason="no datasets: it comes with lm_eval")
+    if not hasattr(datasets, "Json"):
+        pytest.skip("this release of datasets has no JSON")
+    configure(folder, TOOLED)
+    talks = [[TALK[1], {**TALK[2], "tool_calls": [call]}] for call in CALLS]
+    text, turn = datasets.Value("string"), datasets.Json()
+    if not whole:
+        turn = {
+            "role": text,
+            "content": text,
+            "tool_calls": datasets.List({"name": text, "arguments": datasets.Json()}),
+        }
+    features = datasets.Features({"messages": datasets.List(turn), "tools": datasets.List(datasets.Json())})
+    given = datasets.Dataset.from_dict({"messages": talks, "tools": TOOLS}, features=features)
+    if kind == "a.parquet":
+        given.to_parquet(tmp_path / kind)
+    else:
+        given.save_to_disk(tmp_path / kind)
+    prepare(tmp_path / kind, out=tmp_path / "o.arrow", tokenizer=folder, chat=True, field="messages")
+    corpus, theirs = PreparedCorpus(tmp_path / "o.arrow"), peer(folder, TOOLED)
+    for number, talk in enumerate(talks):
+        described, _, rest = theirs.decode(corpus.ids(number)).removesuffix(END).partition("[INST]")
+        assert json.loads(described) == TOOLS[number]
+        assert json.loads(rest.partition("[/INST]")[2]) == talk[1]
+
+
+def test_broken_json_in_a_column_is_a_bad_row(folder: Path, tmp_path: Path) -> None:
+    configure(folder, TOOLED)
+    column = pa.array(['[{"name": "x"}]', "[{"], pa.json_())
+    write_file(tmp_path / "a.arrow", pa.table({"messages": [TALK[1:3], TALK[1:3]], "tools": column}))
+    with pytest.raises(DataError, match="row 2: broken JSON"):
+        prepare(tmp_path / "a.arrow", out=tmp_path / "o.arrow", tokenizer=folder, chat=True, field="messages")
+
+
 @pytest.mark.parametrize("kind", ["pairs", "labels"])
 def test_answers_that_are_compared_have_tools_too(folder: Path, tmp_path: Path, kind: str) -> None:
     configure(folder, TOOLED)
