@@ -157,16 +157,29 @@ class PrometheusSink:
 
 
 def text_of(record: Mapping[str, Any], run: str) -> str:
-    """Format a record in Prometheus' text format; values that are not numbers are left out."""
-    label = run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-    lines = []
+    """Format a record in Prometheus' text format; values that are not numbers are left out.
+
+    A key with other characters than a name may have is a label, too: two keys may have one name.
+    """
+    samples: dict[str, list[str]] = {}
     for key, value in record.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             name = "nxtrain_" + re.sub("[^a-zA-Z0-9_]", "_", key)
+            labels = f'run="{_escaped(run)}"'
+            if name != f"nxtrain_{key}":
+                labels += f',key="{_escaped(key)}"'
             number = repr(float(value))
             number = {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(number, number)
-            lines += [f"# TYPE {name} gauge", f'{name}{{run="{label}"}} {number}']
+            samples.setdefault(name, []).append(f"{name}{{{labels}}} {number}")
+    lines = []
+    for name, of_name in samples.items():
+        lines += [f"# TYPE {name} gauge", *of_name]
     return "".join(f"{line}\n" for line in lines)
+
+
+def _escaped(text: str) -> str:
+    """Value of a label in Prometheus' text format."""
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 PROGRESS = "the progress display"

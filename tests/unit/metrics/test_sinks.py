@@ -203,14 +203,17 @@ def test_what_never_could_be_written_is_counted_at_the_end(
     )
 
 
-LINE = re.compile(r'(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)\{run="(?P<label>(?:[^"\\\n]|\\\\|\\"|\\n)*)"\} (?P<value>\S+)')
-"""A sample of https://prometheus.io/docs/instrumenting/exposition_formats, with one label."""
+LABEL = r'"((?:[^"\\\n]|\\\\|\\"|\\n)*)"'
+LINE = re.compile(rf"(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)\{{run={LABEL}(?:,key={LABEL})?\}} (?P<value>\S+)")
+"""A sample of https://prometheus.io/docs/instrumenting/exposition_formats, with one or two labels."""
 
 ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
 NUMBERS = st.one_of(st.floats(), st.integers(-(10**12), 10**12))
 OTHERS = st.sampled_from([None, "spike: loss", True, (3, 1)])
 NAMES = st.text(st.sampled_from('a"\\n\n{}= \xe9'), max_size=9)
-KEYS = st.text(st.sampled_from("abc_012"), min_size=1, max_size=5)
+KEYS = st.one_of(
+    st.text(st.sampled_from("abc_012"), min_size=1, max_size=5), st.text(st.sampled_from('a/-_"\\\n\xe9'), max_size=3)
+)
 
 
 @given(
@@ -221,12 +224,24 @@ def test_each_number_is_a_gauge_and_reads_back(record: dict[str, object], run: s
     *lines, last = text_of(record, run).split("\n")
     assert not last
     results: dict[str, float] = {}
-    for kind, line in zip(lines[::2], lines[1::2], strict=True):
+    names: list[str] = []
+    samples = []
+    for line in lines:
+        if line.startswith("# TYPE "):
+            names.append(line.removeprefix("# TYPE ").removesuffix(" gauge"))
+            continue
         sample = LINE.fullmatch(line)
         assert sample, line
-        assert kind == f"# TYPE {sample['name']} gauge"
-        assert re.sub(r'\\\\|\\"|\\n', lambda item: ESCAPES[item[0]], sample["label"]) == run
-        results[sample["name"]] = float(sample["value"])
+        assert sample["name"] == names[-1]
+        label, key = (
+            re.sub(r'\\\\|\\"|\\n', lambda item: ESCAPES[item[0]], text or "") for text in sample.groups()[1:3]
+        )
+        assert label == run
+        assert not key or re.sub("[^a-zA-Z0-9_]", "_", f"nxtrain_{key}") == names[-1]
+        results[f"nxtrain_{key}" if key else names[-1]] = float(sample["value"])
+        samples.append((names[-1], key))
+    assert len({*names}) == len(names), "a name is declared once"
+    assert len({*samples}) == len(samples), "each sample has its own name or labels"
     numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and not isinstance(v, bool)}
     assert results == pytest.approx(
         {f"nxtrain_{key}": float(value) for key, value in numbers.items()}, nan_ok=True, rel=0
