@@ -24,7 +24,7 @@ from nxtrain.common.mesh import Mesh
 from nxtrain.data.tokenization import train_bpe
 from nxtrain.tools.eval import harness, suites
 from nxtrain.tools.eval import scorer as scorers
-from nxtrain.tools.eval.generate import extend
+from nxtrain.tools.eval.generate import Sampling, extend
 from nxtrain.tools.eval.offline import OFFLINE
 from nxtrain.tools.eval.scorer import Scorer, windows
 from nxtrain.tools.eval.suites import RECIPE
@@ -157,6 +157,31 @@ def test_texts_begin_as_with_the_model_of_the_harness(begin: str | None, end: st
     for text in ("the quick", f"{TURN}the", TEXT * 8):
         (expected_sum,) = theirs.loglikelihood_rolling([request("loglikelihood_rolling", text)], disable_tqdm=True)
         assert ours.rolling([text])[0].nats == pytest.approx(expected_sum, abs=1e-3), text
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_special_token_stops_a_text_as_with_the_model_of_the_harness(tmp_path: Path) -> None:
+    """The token does not end a text of the model, and its name is a stop text of the task."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    folder = text_model(tmp_path / "model")
+    file = folder / directory.TOKENIZER
+    tokenizer = Tokenizer.from_file(str(file))
+    (written,) = open_scorer(folder).continuations([("the quick", 12, ())], Sampling(0.0))
+    written_ids = tokenizer.encode("the quick" + written).ids[len(tokenizer.encode("the quick").ids) :]
+    name = tokenizer.id_to_token(written_ids[5])
+    assert name is not None
+    tokenizer.add_special_tokens([AddedToken(name, special=True)])
+    tokenizer.save(str(file))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": TEXT_END, "pad_token": TEXT_END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    options = {"until": [name, "zzz"], "max_gen_toks": 12, "do_sample": False}
+    request = Instance(request_type="generate_until", doc={}, arguments=("the quick", options), idx=0)
+    theirs = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=1)
+    expected = theirs.generate_until([request], disable_tqdm=True)
+    result = open_scorer(folder).continuations([("the quick", 12, (name, "zzz"))], Sampling(0.0))
+    assert (result, len(result[0]) < len(written)) == (expected, True)
 
 
 @pytest.mark.filterwarnings("ignore")

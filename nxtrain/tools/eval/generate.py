@@ -131,6 +131,12 @@ class Stops:
         return shown
 
 
+def special_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> frozenset[int]:
+    """Ids of the texts that name a special token, which a decoded text lacks."""
+    special = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    return frozenset(special[text] for text in texts if text in special)
+
+
 class Continuation:
     """Prompt and the text generated after it, token by token.
 
@@ -158,6 +164,7 @@ class Continuation:
         self.count = count
         self._ends = ends
         self._detokenizer, self._stops = Detokenizer(tokenizer), Stops(stops)
+        self._stop_ids = special_ids(tokenizer, stops)
         self.generator = torch.Generator().manual_seed(seed)
         self.prompt = self._detokenizer.add(self.ids, is_whole=True)
         self.added: list[int] = []
@@ -168,6 +175,8 @@ class Continuation:
         """Append a token, and return the text that the token completes."""
         if token in self._ends:
             return self._end("end")
+        if token in self._stop_ids:
+            return self._end("stop")
         self.added.append(token)
         piece = self._show(self._stops.add(self._detokenizer.add([token])))
         if self._stops.has_ended:
