@@ -11,13 +11,14 @@ rows or slightly more, and is packed as a whole. Its documents are tokenized aga
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,16 +82,28 @@ class Documents:
                 if is_held_out(content, self.held_out):
                     num_skipped += 1
                     if num_skipped > total:
-                        raise DataError(
-                            f"{self.corpus.path}: data.validation_fraction={self.held_out} holds out every document "
-                            f"of {total:,} in the corpus; lower it, or give more documents"
-                        )
+                        self._refuse_empty(order)
                 else:
                     ordinals.append(ordinal)
                     contents.append(content)
                     prompts.append(self.corpus.prompt(document, content))
                     size, num_skipped = size + len(content), 0
             yield from zip(ordinals, self.ids(contents, prompts), strict=True)
+
+    def _refuse_empty(self, order: LaneOrder) -> NoReturn:
+        """Raise a DataError for a lane whose documents are all held out."""
+        total = len(self.corpus)
+        documents, way_out = f"of {total:,} in the corpus", "lower it"
+        shared = math.gcd(order.lanes, total)
+        if (
+            shared > 1 and not order.shuffle
+        ):  # in the order of the corpus, a lane reads the same documents in each epoch
+            documents = f"of the {total // shared:,} that one of {order.lanes} lanes reads in the order of the corpus"
+            way_out += ", set data.shuffle=true"
+        raise DataError(
+            f"{self.corpus.path}: data.validation_fraction={self.held_out} holds out every document {documents}; "
+            f"{way_out}, or give more documents"
+        )
 
     def _document_numbers(self, order: LaneOrder, lane: int, start: int) -> Iterator[tuple[int, int]]:
         """Iterate endlessly over the ordinals of a lane from `start` on, each with the index of its document."""

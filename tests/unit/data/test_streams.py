@@ -283,6 +283,9 @@ def test_held_out_documents_are_never_trained_on(documents: Documents, tokenizer
     everything = Documents(documents.corpus, documents.tokenizer, VOCABULARY, held_out=0.999999)
     with pytest.raises(DataError, match="holds out every document"):
         next(everything.lane(LaneOrder(1, SEED, True), 0))
+    lanes = LaneOrder(len(TEXTS), SEED, False)  # each lane reads the same document in each epoch
+    with pytest.raises(DataError, match=rf"of the 1 that one of {len(TEXTS)} lanes reads .* set data.shuffle=true"):
+        next(share.lane(lanes, min(held)))
 
 
 def test_lanes_divide_the_batch_whatever_it_is() -> None:
