@@ -79,7 +79,7 @@ class DecoderFamily(ModelFamily):
 
     @property
     def _fixed(self) -> dict[str, object]:
-        return {"model_type": self.name, "hidden_act": "silu", **self.fixed}
+        return {"model_type": self.name, "hidden_act": "silu", "attention_dropout": 0.0, **self.fixed}
 
 
 class SwitchedWindowFamily(DecoderFamily):

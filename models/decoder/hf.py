@@ -34,14 +34,8 @@ def from_hf(config_type: type[Config], fixed: Mapping[str, object], hf: Mapping[
     problems = [
         Problem(key, f"{hf[key]!r} is not supported; only {only!r} is", origin=_ORIGIN)
         for key, only in fixed.items()
-        if hf.get(key, only) != only
+        if hf.get(key) not in (None, only)
     ]
-    layers = hf.get("layer_types") or []
-    has_window = "sliding_window" in config_type.model_fields and hf.get("sliding_window") is not None
-    computed = ("full_attention", *(["sliding_attention"] if has_window else []))
-    if not isinstance(layers, list) or any(kind not in computed for kind in layers):
-        reason = f"attention of other layers than 'full_attention' is not supported: {layers!r:.200}"
-        problems.append(Problem("layer_types", reason, origin=_ORIGIN))
     values = {name: hf[name] for name in config_type.model_fields if name in hf and not name.startswith("rope_")}
     try:
         values |= _rope(hf, config_type.model_fields["max_position_embeddings"].default)
@@ -49,6 +43,7 @@ def from_hf(config_type: type[Config], fixed: Mapping[str, object], hf: Mapping[
         problems += error.problems
     try:
         config = _without_defaults(config_type.model_validate(values))
+        problems += _other_layers(config, hf.get("layer_types"))
     except ValidationError as error:
         problems += [
             Problem(".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, "), origin=_ORIGIN)
@@ -57,6 +52,26 @@ def from_hf(config_type: type[Config], fixed: Mapping[str, object], hf: Mapping[
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def layer_types(config: DecoderConfig) -> list[str]:
+    """Return the kind of attention of each layer, as in `layer_types` of a `config.json`."""
+    windows = [config.window_of(layer) for layer in range(config.num_hidden_layers)]
+    return ["full_attention" if window is None else "sliding_attention" for window in windows]
+
+
+def _other_layers(config: DecoderConfig, given: object) -> list[Problem]:
+    """Compare `layer_types` of a file with the layers of the model; transformers computes the layers by this list."""
+    computed = layer_types(config)
+    if not given or given == computed:
+        return []
+    hint = "a family computes one order of layers, which sliding_window and max_window_layers of the file choose"
+    if not isinstance(given, list) or len(given) != len(computed):
+        reason = f"{given!r:.200} is not a list of {len(computed)} layers, the num_hidden_layers of the file"
+        return [Problem("layer_types", reason, origin=_ORIGIN)]
+    layer = next(index for index, kind in enumerate(given) if kind != computed[index])
+    reason = f"layer {layer} is {given[layer]!r}, but the other keys of the file make it {computed[layer]!r}"
+    return [Problem("layer_types", reason, origin=_ORIGIN, hint=hint)]
 
 
 def _rope(hf: Mapping[str, Any], default_length: int) -> dict[str, Any]:
@@ -70,14 +85,21 @@ def _rope(hf: Mapping[str, Any], default_length: int) -> dict[str, Any]:
     if not isinstance(table, Mapping):
         raise ConfigError([Problem("rope_scaling", f"{table!r:.200} is not a table", origin=_ORIGIN)])
     scaling = dict(table)
-    theta = scaling.pop("rope_theta", hf.get("rope_theta"))
-    values = {}
+    theta = scaling.pop("rope_theta", None)
+    if theta is None:
+        theta = hf.get("rope_theta")
+    values: dict[str, Any] = {}
     if theta is not None:
         values["rope_theta"] = theta
+    rotated = scaling.pop("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    if rotated not in (None, 1):
+        reason = f"{rotated!r} is not supported; heads are rotated whole, so only 1.0 is"
+        raise ConfigError([Problem("partial_rotary_factor", reason, origin=_ORIGIN)])
     legacy_type = scaling.pop("type", "default")
     rope_type = scaling.pop("rope_type", legacy_type)
     if rope_type == "default":
-        return values
+        _refuse_scaling(scaling)
+        return {**values, "rope_scaling": None}
     if rope_type not in tuple(SCALINGS):
         names = ", ".join(repr(name) for name in SCALINGS)
         reason = f"rotary embeddings of type {rope_type!r} are not supported; only 'default', {names} are"
@@ -92,6 +114,15 @@ def _rope(hf: Mapping[str, Any], default_length: int) -> dict[str, Any]:
         if rope_type == "yarn" and scaling.get("factor", 1) is None and are_counts:
             scaling["factor"] = length / original
     return {**values, "rope_scaling": {"rope_type": rope_type, **scaling}}
+
+
+def _refuse_scaling(table: Mapping[str, Any]) -> None:
+    """Refuse a table of plain rotary embeddings with values that would scale them."""
+    for key, value in table.items():
+        if key != "original_max_position_embeddings" and value not in (None, 1):
+            reason = f"{key}={value!r:.100} has no meaning for the rope_type 'default', which is that of no rope_type"
+            hint = "give the table its rope_type, or remove the key; there are no tables of single kinds of layers"
+            raise ConfigError([Problem("rope_scaling", reason, origin=_ORIGIN, hint=hint)])
 
 
 def _without_defaults(config: Config) -> Config:

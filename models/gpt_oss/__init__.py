@@ -6,16 +6,14 @@ Source: OpenAI 2025 (arXiv:2508.10925).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
-from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.family import ModelConfig
 from nxtrain_models.decoder import DecoderFamily
 from nxtrain_models.decoder.config import DecoderConfig
+from nxtrain_models.decoder.hf import layer_types
 from nxtrain_models.gpt_oss.config import YARN, GptOssConfig
 from nxtrain_models.gpt_oss.presets import PRESETS
-
-_KINDS = ("sliding_attention", "full_attention")
 
 
 class GptOss(DecoderFamily):
@@ -25,14 +23,10 @@ class GptOss(DecoderFamily):
     config_type = GptOssConfig
     presets = PRESETS
     architecture = "GptOssForCausalLM"
-    fixed: ClassVar[Mapping[str, object]] = {"attention_bias": True, "attention_dropout": 0.0}
+    fixed: ClassVar[Mapping[str, object]] = {"attention_bias": True}
 
     def from_hf(self, hf_config: Mapping[str, Any]) -> DecoderConfig:
         """Convert a Hugging Face `config.json`, whose layers must alternate between windows and full attention."""
-        layers = hf_config.get("layer_types")
-        if layers is not None and list(layers) != _kinds(len(layers)):
-            reason = "not supported; layers must alternate between sliding_attention and full_attention"
-            raise ConfigError([Problem("layer_types", reason, origin="config.json")])
         values = {"num_key_value_heads": 8, **hf_config}
         if not (values.get("rope_scaling") or values.get("rope_parameters")):
             values["rope_scaling"] = {**YARN, "rope_theta": hf_config.get("rope_theta", 150_000.0)}
@@ -41,12 +35,7 @@ class GptOss(DecoderFamily):
 
     def to_hf(self, config: ModelConfig, dtype: str) -> dict[str, Any]:
         """Convert a configuration to a Hugging Face `config.json`, with `layer_types`."""
-        return {**super().to_hf(config, dtype), "layer_types": _kinds(config.num_hidden_layers)}
-
-
-def _kinds(num_layers: int) -> list[str]:
-    """Attention types of the layers, which alternate between a sliding window and full attention."""
-    return [_KINDS[layer % 2] for layer in range(num_layers)]
+        return {**super().to_hf(config, dtype), "layer_types": layer_types(cast(DecoderConfig, config))}
 
 
 FAMILY = GptOss()

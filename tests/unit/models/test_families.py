@@ -153,7 +153,7 @@ def test_a_window_in_use_is_written_as_transformers_reads_it(family: str, tmp_pa
             "qwen2",
             {"layer_types": ["full_attention", "sliding_attention"]},
             "layer_types",
-            "attention of other layers than 'full_attention' is not supported: ['full_attention', 'sliding_attention']",
+            "layer 1 is 'sliding_attention', but the other keys of the file make it 'full_attention'",
         ),
         ("mistral", {"hidden_act": "gelu"}, "hidden_act", "'gelu' is not supported; only 'silu' is"),
         ("qwen3", {"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope_scaling.rope_type", "type 'longrope'"),
