@@ -117,7 +117,9 @@ def whole_folder(text: str, key: str = KEY) -> Path:
             return folder
         folder, sizes = _shape_folder(name), name.sizes()
         name.fetch({file: sizes[file] for file in (*COMPANIONS, INDEX) if file in sizes}, _print_line)
-        weights = _weights_of(folder) or [WEIGHTS]
+        weights = [WEIGHTS]
+        if WEIGHTS not in sizes:  # transformers, too, reads a single file before an index
+            weights = _weights_of(folder) or [WEIGHTS]
         absent = [file for file in weights if file not in sizes]
         if absent and not is_offline():
             raise _without_weights(name, absent[0], sizes)
@@ -166,9 +168,11 @@ def _shape_folder(name: HubName) -> Path:
 
 
 def _weights_of(folder: Path) -> list[str]:
-    """Weight files of a model folder, from its index or the single weights file; empty if unknown."""
+    """Weight files of a model folder: the single file, or the files of the index; empty if unknown."""
+    if (folder / WEIGHTS).is_file():
+        return [WEIGHTS]
     if not (folder / INDEX).is_file():
-        return [WEIGHTS] if (folder / WEIGHTS).is_file() else []
+        return []
     try:
         files = json.loads(read_bytes(folder / INDEX))["weight_map"].values()
     except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as error:

@@ -284,7 +284,7 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 def _weight_files(path: Path) -> list[Path]:
     names = [WEIGHTS]
-    if (path / INDEX).exists():
+    if (path / INDEX).exists() and not (path / WEIGHTS).exists():
         names = _indexed(path / INDEX)
     files = [path / name for name in names]
     for file in files:
@@ -306,6 +306,7 @@ def _indexed(file: Path) -> list[str]:
     for tensor, name in files.items():
         if not isinstance(name, str):
             raise ConfigError(f'{file}: "weight_map" maps {tensor} to {name!r}, which is not a file name')
+    """List the weight files; transformers too reads a single file before an index, which may be an older one."""
         if name in {"", ".", ".."} or not _SEPARATORS.isdisjoint(name):
             raise ConfigError(
                 f"{file} maps {tensor} to {name!r}, but weight files must be in the folder of the index, and names "
