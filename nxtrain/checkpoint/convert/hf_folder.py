@@ -34,7 +34,10 @@ CONFIG = SHAPE
 _SEPARATORS = frozenset("/\\\0")
 """Characters that the file name of a weight file must not contain, such as path separators."""
 
-"""Most tensors that a message names."""
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_COMPARED_ROWS = 1 << 12
+_ROTARY_TABLE = "rotary_emb.inv_freq"
+"""End of the names of rotary tables in old exports, which are float32 next to weights of any type."""
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -102,7 +105,8 @@ class HfFolder:
         if foreign:
             raise ConfigError(f"{path}: {foreign[0]}, but only weights of type {', '.join(_DTYPES)} can be read")
         self._unstack()
-        self.dtype = reduce(torch.promote_types, {_DTYPES[code] for code in codes.values()})
+        types = {_DTYPES[code] for name, code in codes.items() if not name.endswith(_ROTARY_TABLE)}
+        self.dtype = reduce(torch.promote_types, types or {torch.float32})
 
     def check(self, wanted: Mapping[str, tuple[int, ...]]) -> None:
         """Check that names and shapes of the folder's tensors equal the tensors of a model.
@@ -114,7 +118,7 @@ class HfFolder:
         shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in self.shapes.items():
             # Old exports carry the rotary table; some exports of tied models carry the embedding twice.
-            is_harmless = name.endswith("rotary_emb.inv_freq") or (is_tied and name == "lm_head.weight")
+            is_harmless = name.endswith(_ROTARY_TABLE) or (is_tied and name == HEAD)
             if name in wanted or not is_harmless:
                 shapes[name] = shape
         problems = mismatches(wanted, shapes)
