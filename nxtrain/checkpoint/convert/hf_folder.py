@@ -112,7 +112,8 @@ class HfFolder:
         """Check that names and shapes of the folder's tensors equal the tensors of a model.
 
         Raises:
-            ConfigError: Tensors are missing, are unknown, or have other shapes.
+            ConfigError: Tensors are missing, are unknown, or have other shapes; or a tied head differs from the
+                embedding.
         """
         is_tied = self.config.get("tie_word_embeddings", False)
         shapes: dict[str, tuple[int, ...]] = {}
@@ -124,6 +125,24 @@ class HfFolder:
         problems = mismatches(wanted, shapes)
         if problems:
             raise ConfigError([Problem("", f"{self.path}: tensors do not fit the model: {p}") for p in problems])
+        if HEAD in self.shapes and HEAD not in wanted and not self._has_equal_head():
+            raise ConfigError(
+                f"{self.path}: {CONFIG} has tie_word_embeddings=true, but {HEAD} differs from {EMBEDDING}, and a tied "
+                f"model would lose it. Set tie_word_embeddings=false in {CONFIG} to train both, or remove {HEAD} from "
+                "the weight files"
+            )
+
+    def _has_equal_head(self) -> bool:
+        """True if the output projection equals the embedding, compared in ranges of rows."""
+        if self.shapes[HEAD] != self.shapes.get(EMBEDDING):
+            return False
+        num_rows = self.shapes[HEAD][0]
+        for start in range(0, num_rows, _COMPARED_ROWS):
+            length = min(_COMPARED_ROWS, num_rows - start)
+            head, embedding = (self.read(name, 0, start, length).float() for name in (HEAD, EMBEDDING))
+            if not torch.equal(head, embedding):
+                return False
+        return True
 
     def read(self, name: str, dim: int = 0, start: int = 0, length: int | None = None) -> Tensor:
         """Read a range of a tensor along one dimension, or the whole tensor, without reading other entries."""
@@ -287,6 +306,7 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def _weight_files(path: Path) -> list[Path]:
+    """List the weight files; transformers too reads a single file before an index, which may be an older one."""
     names = [WEIGHTS]
     if (path / INDEX).exists() and not (path / WEIGHTS).exists():
         names = _indexed(path / INDEX)
@@ -310,7 +330,6 @@ def _indexed(file: Path) -> list[str]:
     for tensor, name in files.items():
         if not isinstance(name, str):
             raise ConfigError(f'{file}: "weight_map" maps {tensor} to {name!r}, which is not a file name')
-    """List the weight files; transformers too reads a single file before an index, which may be an older one."""
         if name in {"", ".", ".."} or not _SEPARATORS.isdisjoint(name):
             raise ConfigError(
                 f"{file} maps {tensor} to {name!r}, but weight files must be in the folder of the index, and names "

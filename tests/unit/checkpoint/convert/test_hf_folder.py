@@ -13,10 +13,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nxtrain.backends.cpu import CpuBackend
+from nxtrain.checkpoint.convert import hf_folder
 from nxtrain.checkpoint.convert.hf_folder import HfFolder, HfWeights
 from nxtrain.common.errors import ConfigError, InputError
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import ParamTable
+from nxtrain.config import model_folder
 from nxtrain.train.build import whole_shapes
 from tests.support.parity import layout, table_of
 from tests.support.run_folders import blank, cut, same, table, whole
@@ -134,16 +136,46 @@ def test_old_rotary_tables_are_ignored(tmp_path: Path) -> None:
 
 def test_the_second_copy_of_a_tied_embedding_is_ignored_only_where_it_is_tied(tmp_path: Path) -> None:
     specs = table("tied", ALONE)
-    tensors = {**tensors_of(specs), "lm_head.weight": torch.zeros(128, 64)}
+    tensors = tensors_of(specs)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     HfFolder(export(tmp_path, tensors, tie_word_embeddings=True)).check(specs.global_shapes())
     with pytest.raises(ConfigError, match=r"1 unknown to the model: lm_head\.weight"):
         HfFolder(export(tmp_path, tensors)).check(specs.global_shapes())
+
+
+@pytest.mark.parametrize("row", [0, 70, 127])
+def test_a_tied_head_with_values_of_its_own_is_refused(tmp_path: Path, row: int, monkeypatch: Any) -> None:
+    """transformers computes with both matrices then, and a model that ties them would lose one in silence."""
+    monkeypatch.setattr(hf_folder, "_COMPARED_ROWS", 50)
+    specs = table("tied", ALONE)
+    tensors = tensors_of(specs)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"][row, 3] += 0.25
+    folder = HfFolder(export(tmp_path, tensors, tie_word_embeddings=True))
+    with pytest.raises(ConfigError, match=r"tie_word_embeddings=true, but lm_head\.weight differs .* Set tie_word"):
+        folder.check(specs.global_shapes())
+    untied = {**specs.global_shapes(), "lm_head.weight": (128, 64)}
+    folder.check(untied)  # a run may untie them
+
+
+@pytest.mark.parametrize("keeps_shards", [False, True])
+def test_a_single_weight_file_is_read_before_an_older_index(tmp_path: Path, keeps_shards: bool) -> None:
+    """As transformers does, whose save_pretrained leaves the index of an earlier save in the folder."""
+    src = export(tmp_path, {"a": torch.zeros(1), "b": torch.zeros(1)}, files=2)
+    export(src, {"a": torch.ones(1), "b": torch.ones(1)})
+    if not keeps_shards:
+        for file in src.glob("part-*"):
+            file.unlink()
+    assert HfFolder(src).read("a").item() == 1
+    assert model_folder._weights_of(src) == ["model.safetensors"]
 
 
 def test_the_type_of_a_folder_holds_all_its_weights_exactly(tmp_path: Path) -> None:
     half = {"a": torch.zeros(1, dtype=torch.bfloat16)}
     assert HfFolder(export(tmp_path, half)).dtype == torch.bfloat16
     assert HfFolder(export(tmp_path, {**half, "b": torch.zeros(1, dtype=torch.float16)})).dtype == torch.float32
+    rotary = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}  # float32 in exports of 2023
+    assert HfFolder(export(tmp_path, {**half, **rotary})).dtype == torch.bfloat16
 
 
 def test_quantized_weights_are_refused(tmp_path: Path) -> None:
