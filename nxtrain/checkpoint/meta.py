@@ -72,7 +72,7 @@ class Meta(BaseModel):
     settings: dict[str, Any] = {}
     """Other configuration values that determine the training trajectory, by key; empty if unknown.
 
-    For converted weights without a tokenizer, ids of special tokens by Hugging Face file. Readers ignore unknown keys.
+    For weights from a Hugging Face folder, ids of special tokens by its JSON files. Readers ignore unknown keys.
     """
     tokenizer_fingerprint: str = ""
     """Fingerprint of the tokenizer; empty if the data names no tokenizer."""

@@ -88,12 +88,11 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
     )
     file = src / directory.TOKENIZER
     tokenizer = None
+    update: dict[str, Any] = {"settings": _declared_ids(folder)}
     if file.is_file():
         tokenizer = file
-        update: dict[str, Any] = {"tokenizer_fingerprint": fingerprint([read_bytes(file)])}
+        update["tokenizer_fingerprint"] = fingerprint([read_bytes(file)])
         update["end_of_text"] = declared_end(file)
-    else:
-        update = {"settings": _declared_ids(folder)}
     meta = meta.model_copy(update=update)
     alone = StorageScope(Ranks(Mesh(1, 0)))
     written = write(dst, Staged(LazyTensors(tensors, read)), meta, alone, tokenizer, finiteness.check)
@@ -133,7 +132,7 @@ def nxtrain_to_hf(
 
 
 def _declared_ids(folder: HfFolder) -> dict[str, dict[str, Any]]:
-    """Read the ids of special tokens from a Hugging Face folder without a tokenizer, by JSON file."""
+    """Read the ids of special tokens from a Hugging Face folder, by JSON file; a role may have several ids."""
     ids = {key: folder.config[key] for key in _IDS if folder.config.get(key) is not None}
     file = folder.path / GENERATION_CONFIG
     if not file.is_file():

@@ -11,7 +11,7 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, trainers
+from tokenizers import AddedToken, Tokenizer, models, trainers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -92,6 +92,27 @@ def test_ids_of_special_tokens_come_back_from_a_folder_without_a_tokenizer(
             assert getattr(back[0], key) == getattr(there[0], key) == of_config[key]
         if file.exists() or of_config.get(key) is not None:
             assert getattr(back[1], key) == getattr(there[1], key)
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_ids_of_special_tokens_come_back_beside_a_tokenizer(tmp_path: Path, declared: bool) -> None:
+    """The names of its tokens give one id for each role at most, and none for names that nobody knows."""
+    src = published(tmp_path / "hf", "gqa")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.add_special_tokens([AddedToken(name) for name in ("[END]", "[TURN]", "[BEGIN]", "<s>")])
+    tokenizer.save(str(src / "tokenizer.json"))
+    if declared:
+        (src / "tokenizer_config.json").write_text(json.dumps({"eos_token": "[TURN]"}))
+    ids = {"eos_token_id": [0, 1], "bos_token_id": 2, "pad_token_id": 0}
+    of_text = {"eos_token_id": [1, 0], "bos_token_id": 2}
+    config = json.loads((src / "config.json").read_text())
+    (src / "config.json").write_text(json.dumps(config | ids))
+    (src / "generation_config.json").write_text(json.dumps(of_text))
+    hf_to_nxtrain(src, tmp_path / "ours")
+    nxtrain_to_hf(tmp_path / "ours", tmp_path / "back")
+    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert {key: back[key] for key in ids} == ids
+    assert json.loads((tmp_path / "back" / "generation_config.json").read_text()) == of_text
 
 
 @pytest.mark.parametrize("shape", ["gqa", "tied", "llama3-rope"])
