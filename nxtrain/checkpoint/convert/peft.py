@@ -58,8 +58,34 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "layer_replication": (None, []),
     "corda_config": (None,),
     "eva_config": (None,),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "mica"),
 }
-"""Supported values of keys in `adapter_config.json`; other values would change the adapter's computation."""
+"""Supported values of keys in `adapter_config.json`; other values would change the adapter's computation.
+
+With other initial values, such as PiSSA, PEFT takes them from the base weights, which the adapter then changes, too.
+"""
+
+_HARMLESS = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "ensure_weight_tying",
+        "exclude_modules",
+        "inference_mode",
+        "layers_pattern",
+        "layers_to_transform",
+        "megatron_config",
+        "megatron_core",
+        "peft_version",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "target_parameters",
+        "task_type",
+        "use_rslora",
+    }
+)
+"""Keys in `adapter_config.json` that are read, or that do not change the computation of an adapter."""
 
 
 @dataclass(frozen=True)
@@ -374,7 +400,20 @@ def _read_config(file: Path) -> dict[str, Any]:
     config = read_object(file, "give a folder that PEFT wrote")
     for key, understood in _UNSUPPORTED.items():
         if config.get(key, understood[0]) not in understood:
-            raise ConfigError(f"{file}: {key}={config[key]!r} is not supported; only {understood[0]!r} is")
+            hint = ""
+            if key == "init_lora_weights":
+                hint = (
+                    ", since the base weights were changed, too. Convert the adapter with PEFT: "
+                    "model.save_pretrained(DIR, path_initial_model_for_weight_conversion=INITIAL_ADAPTER)"
+                )
+            raise ConfigError(f"{file}: {key}={config[key]!r} is not supported; only {understood[0]!r} is{hint}")
+    for key, value in config.items():
+        is_option = value is True or (isinstance(value, str | list | dict) and value)  # a number only tunes an option
+        if is_option and key not in _HARMLESS and key not in _UNSUPPORTED:
+            raise ConfigError(
+                f"{file}: {key}={value!r:.200} is not supported, and may change the output of the adapter; merge the "
+                "adapter with PEFT (merge_and_unload), or train one without this option"
+            )
     for parameter in config.get("target_parameters") or []:
         if not f".{parameter}".endswith(tuple(f".{target}" for target in EXPERT_TARGETS)):
             names = " and ".join(EXPERT_TARGETS)
