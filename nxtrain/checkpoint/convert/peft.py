@@ -112,7 +112,10 @@ class Adapter:
         return {name.removesuffix(f".{B}") for name in self.tensors if name.endswith(f".{B}")}
 
     def pair(self, layer: str) -> tuple[Tensor, Tensor]:
-        """Return the LoRA matrices A and B of a layer."""
+        """Return the LoRA matrices A and B of a layer; PEFT with transformers 4 has both of each expert's matrix."""
+        own = f"{layer}.{A}"
+        if own in self.tensors:
+            return self.tensors[own], self.tensors[f"{layer}.{B}"]
         return self.tensors[f"{peft_experts.layer_of_a(layer)}.{A}"], self.tensors[f"{layer}.{B}"]
 
     def update(self, layer: str, dim: int, start: int, length: int) -> Tensor:

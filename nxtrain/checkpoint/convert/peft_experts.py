@@ -33,7 +33,8 @@ def weights_of(layer: str, mixture: MoeShape | None) -> str:
     match = _OF_EXPERT.search(layer)
     if match is None or mixture is None:
         return f"{layer}.weight"
-    matrix = {"gate_proj": mixture.gate, "up_proj": mixture.up, "down_proj": mixture.down}[match[2]]
+    own = {"gate_proj": mixture.gate, "up_proj": mixture.up, "down_proj": mixture.down}
+    matrix = own.get(match[2], match[2])  # Mixtral's own names, as in adapters that PEFT wrote with transformers 4
     return f"{layer[: match.start()]}.{mixture.module}.experts.{match[1]}.{matrix}.weight"
 
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 import transformers
 from peft.tuners.lora.config import BdLoraConfig, KasaConfig, MontecloraConfig, VeloraConfig
+from safetensors.torch import save_file
 from torch import Tensor
 
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.checkpoint.convert.hf import write_merged
+from nxtrain.checkpoint.convert.hf_folder import HfFolder
 from nxtrain.checkpoint.convert.peft import merged_adapter, read_adapter
 from nxtrain.checkpoint.convert.verify_export import open_hf_model
 from nxtrain.common.errors import ConfigError
@@ -109,3 +111,41 @@ def test_an_option_of_a_later_peft_is_refused_by_its_name(value: object, tmp_pat
     (tmp_path / "adapter_config.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=r"use_new_rule=.* is not supported, and may change the output"):
         read_adapter(tmp_path)
+
+
+EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("family", "module", "matrices"),
+    [
+        ("mixtral", "block_sparse_moe", {"w1": (48, 32), "w2": (32, 48), "w3": (48, 32)}),
+        ("qwen3_moe", "mlp", {"gate_proj": (16, 32), "up_proj": (16, 32), "down_proj": (32, 16)}),
+    ],
+)
+def test_adapters_of_single_experts_are_merged(
+    family: str, module: str, matrices: dict[str, tuple[int, int]], tmp_path: Path
+) -> None:
+    """PEFT with transformers 4 adapts each expert's matrix as a layer with a pair of its own."""
+    base, adapter = base_folder(family, tmp_path / "base", **EXPERTS), tmp_path / "adapter"
+    adapter.mkdir()
+    updates: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
+    for expert in (0, 3):
+        for matrix, (rows, columns) in matrices.items():
+            name = f"model.layers.1.{module}.experts.{expert}.{matrix}"
+            a, b = torch.randn(R, columns), torch.randn(rows, R)
+            tensors |= {
+                f"base_model.model.{name}.lora_A.weight": a,
+                f"base_model.model.{name}.lora_B.weight": b,
+            }
+            updates[f"{name}.weight"] = 2.0 * b @ a
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    content = {"peft_type": "LORA", "r": R, "lora_alpha": 2 * R, "target_modules": sorted(matrices)}
+    (adapter / "adapter_config.json").write_text(json.dumps(content))
+    plain, merged = HfFolder(base), merged_adapter(adapter, base)
+    for name in plain.shapes:
+        expected = plain.read(name)
+        if name in updates:
+            expected = expected + updates[name]
+        torch.testing.assert_close(merged.read(name), expected)
