@@ -62,7 +62,13 @@ def train_batches(context: RunContext, data: Data, meta: Meta, skips: Skips) -> 
         skips=skips,
         workers=workers,
     )
-    return data.source.batches(order)
+    batches = data.source.batches(order)
+    if meta.step and not meta.data_cursor and batches.cursor():
+        context.print_line(
+            f"WARNING: the checkpoint of step {meta.step} has no position in documents that are packed during "
+            "training, as after a conversion from NeuronX Distributed: the data begins at its start again"
+        )
+    return batches
 
 
 def lengths_after(context: RunContext, meta: Meta) -> SeqLengths | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from tests.support.commands import errors_of, in_process, output_of
+from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
 from tests.support.runs import course, token_file, write_toml
 
 
@@ -57,3 +58,27 @@ def test_the_settings_of_the_optimizer_come_from_the_run(tmp_path: Path) -> None
     said = errors_of("convert", "nxtrain-to-nxd", folder, tmp_path / "again", code=2)
     assert "contains no optimizer settings" in said
     assert in_process("convert", "nxtrain-to-nxd", folder, tmp_path / "again", "--weights-only")[0] == 0
+
+
+def test_a_run_on_documents_goes_on_from_rank_files_where_it_was(tmp_path: Path) -> None:
+    """The position in documents that are packed during training is no number of samples."""
+    corpus, vocabulary = tmp_path / "corpus.arrow", 300
+    prepare(write_corpus(tmp_path / "src", "a.jsonl", documents(40)), out=corpus)
+    file = write_toml(
+        tmp_path,
+        model={"preset": "tiny", "config": {"vocab_size": vocabulary}},
+        train={"steps": 4, "global_batch": 4, "micro_batch": 2},
+        data={"source": "arrow", "path": str(corpus), "tokenizer": str(write_tokenizer(tmp_path / "t", vocabulary))},
+        checkpoint={"every": 2},
+    )
+    whole, nxd, other = tmp_path / "whole", tmp_path / "nxd", tmp_path / "other"
+    assert in_process("train", file, f"run.dir={whole}")[0] == 0
+    assert in_process("convert", "nxtrain-to-nxd", whole / "checkpoints/step-00000002", nxd)[0] == 0
+    assert in_process("convert", "nxd-to-nxtrain", nxd, other / "checkpoints/step-00000002")[0] == 0
+    assert in_process("train", file, f"run.dir={other}")[0] == 0
+    assert course(other) == course(whole)[2:]
+    (nxd / "step_2/user_content.pt").unlink()  # as if a script of NxD's had written the tag
+    back = tmp_path / "foreign/checkpoints/step-00000002"
+    assert in_process("convert", "nxd-to-nxtrain", nxd, back, "--run", file)[0] == 0
+    said = errors_of("train", file, f"run.dir={tmp_path / 'foreign'}", code=0)
+    assert "step 2 has no position in documents that are packed during training" in " ".join(said.split())

@@ -29,6 +29,28 @@ from nxtrain.config.schema import RunConfig
 FAMILY = "llama"
 OURS = "nxtrain"
 """Key in NxD's user content under which nxtrain keeps metadata that NxD's format lacks."""
+KEPT = frozenset(
+    {
+        "samples",
+        "tokens",
+        "seed",
+        "global_batch",
+        "batch_ramp",
+        "seq_ramp",
+        "data_cursor",
+        "loss_scale",
+        "rewarm_after",
+        "stability",
+        "settings",
+        "shuffle",
+        "data_fingerprint",
+        "tokenizer_fingerprint",
+        "end_of_text",
+        "config_fingerprint",
+        "code_fingerprint",
+    }
+)
+"""Fields of `Meta` under `OURS`: all that a run needs to resume, besides tensors and model."""
 
 
 def nxd_to_nxtrain(
@@ -62,7 +84,9 @@ def nxd_to_nxtrain(
     if run is not None and states is not None and not saved:
         saved = _metadata_of(run, states.step)
     types = {MODEL: source.dtype}
-    step = samples = tokens = 0
+    step = 0
+    if states is None:  # weights alone, which are at step 0 of any run
+        saved = {key: saved[key] for key in ("seed", "end_of_text", "tokenizer_fingerprint") if key in saved}
     mesh = {"pp": source.grid.pp, "dp": 1, "tp": source.grid.tp}
     if states is not None:
         types |= dict.fromkeys(MEANS, states.dtype)
@@ -70,28 +94,24 @@ def nxd_to_nxtrain(
         if has_master:
             types[MASTER] = torch.float32
         step = states.step
-        samples = saved.get("samples", 0)
-        tokens = saved.get("tokens", 0)
         mesh["dp"] = states.grid.dp
     chunks: list[TensorShard] = []
     for kind, dtype in types.items():
         chunks += source.chunks(kind, dtype)
-    meta = Meta(
-        step=step,
-        samples=samples,
-        tokens=tokens,
-        global_batch=saved.get("global_batch", 0),
-        seed=saved.get("seed", 0),
-        family=family.name,
-        config=model.model_dump(mode="json"),
-        dtype=dtype_name(source.dtype),
-        state_dtype=dtype_name(types.get(MEANS[0], torch.float32)),
-        data_fingerprint=saved.get("data_fingerprint", ""),
-        tokenizer_fingerprint=saved.get("tokenizer_fingerprint", ""),
-        config_fingerprint=saved.get("config_fingerprint", ""),
-        mesh=mesh,
-        kinds=tuple(types),
-    )
+    values = {
+        "samples": 0,
+        "tokens": 0,
+        "seed": 0,
+        **{key: value for key, value in saved.items() if key in KEPT},
+        "step": step,
+        "family": family.name,
+        "config": model.model_dump(mode="json"),
+        "dtype": dtype_name(source.dtype),
+        "state_dtype": dtype_name(types.get(MEANS[0], torch.float32)),
+        "mesh": mesh,
+        "kinds": tuple(types),
+    }
+    meta = Meta.model_validate_json(json.dumps(values))
 
     def read(chunk: TensorShard) -> Tensor:
         if chunk.kind == MODEL:

@@ -28,7 +28,7 @@ from nxtrain.checkpoint.convert.nxd_files import (
     rank_file,
 )
 from nxtrain.checkpoint.convert.nxd_layout import EMBEDDING, HEAD, NxdLayout, Param, Platform, Qkv, default_copies
-from nxtrain.checkpoint.convert.nxd_read import FAMILY, OURS
+from nxtrain.checkpoint.convert.nxd_read import FAMILY, KEPT, OURS
 from nxtrain.checkpoint.load import open_checkpoint, read_shards
 from nxtrain.checkpoint.manifest import CheckpointManifest
 from nxtrain.checkpoint.meta import Meta, read_meta
@@ -151,8 +151,7 @@ def nxtrain_to_nxd(src: Path | str, dst: Path, target: NxdTarget, *, rates: Opti
             }
             _save(scheduler, out / SCHEDULER)
         # The position at which NxD's scripts resume, at the beginning of the data, and nxtrain's metadata.
-        fields = {"samples", "tokens", "seed", "data_fingerprint", "config_fingerprint", "kinds"}
-        ours = meta.model_dump(mode="json", include=fields)
+        ours = meta.model_dump(mode="json", include={"kinds", *KEPT})
         position = {"total_steps": meta.step, "global_step": meta.step, "epoch": 0, "batch_idx": 0}
         _save({**position, "cli_args": {}, OURS: ours}, out / USER_CONTENT)
         write_durably(out / DONE, lambda file: file.write_text("1"))

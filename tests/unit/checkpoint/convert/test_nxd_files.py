@@ -34,10 +34,11 @@ MASTERED = {**WIDE, "model": torch.bfloat16, "master": torch.float32}
 RATES = OptimizerSettings(OptimConfig(lr=1e-3, weight_decay=0.1), lr=5e-4)
 
 
-def saved(folder: Path, shape: str, kinds: Mapping[str, torch.dtype], **config: Any) -> Path:
+def saved(folder: Path, shape: str, kinds: Mapping[str, torch.dtype], about: Any = None, **config: Any) -> Path:
     """A checkpoint at step 10 of known tensors."""
     values = plan(shape, model={"config": config}).model.model_dump(mode="json")
     info = meta(config=values, dtype=str(kinds["model"]).removeprefix("torch."), data_fingerprint="d")
+    info = info.model_copy(update=about or {})
     layout = Layout(table(shape, ALONE, config=config), ALONE)
     save(folder / "ours", cut(layout.table, ALONE, kinds), layout, info)
     return folder / "ours"
@@ -55,6 +56,37 @@ def there_and_back(folder: Path, src: Path, target: NxdTarget) -> tuple[Path, Me
     tag = nxtrain_to_nxd(src, folder / "nxd", target, rates=RATES)
     assert tag == folder / "nxd/step_10"
     return folder / "back", nxd_to_nxtrain(folder / "nxd", folder / "back")
+
+
+FILLED: dict[str, Any] = {
+    "samples": 70,
+    "tokens": 700,
+    "seed": 3,
+    "global_batch": 8,
+    "batch_ramp": ({"steps": 2, "size": 4},),
+    "seq_ramp": ({"steps": 1, "size": 8},),
+    "data_cursor": {"places": [[1, 2, 3], [4, 5, 6]]},
+    "loss_scale": {"scale": 512.0, "steps": 3.0, "num_updates": 8.0},
+    "rewarm_after": 4,
+    "stability": {"norms": [0.5, 1.5], "steps": [1]},
+    "settings": {"optim.lr": 1e-3, "optim.betas": [0.9, 0.95]},
+    "shuffle": True,
+    "data_fingerprint": "d",
+    "tokenizer_fingerprint": "t",
+    "end_of_text": "</s>",
+    "config_fingerprint": "c",
+    "code_fingerprint": "e",
+}
+
+
+def test_all_that_a_run_needs_to_go_on_comes_back(tmp_path: Path) -> None:
+    """Its position in packed documents is no number of samples; without it, the data would begin anew."""
+    of_tensors = {"manifest_crc32", "mesh", "kinds", "format", "family", "config", "dtype", "state_dtype", "step"}
+    of_adapters = {"adapter", "base", "base_fingerprint"}
+    assert FILLED.keys() == Meta.model_fields.keys() - of_tensors - of_adapters, "a new field needs its value here"
+    src = saved(tmp_path, "gqa", WIDE, about=FILLED)
+    _, back = there_and_back(tmp_path, src, NxdTarget(tp=2))
+    assert {name: getattr(back, name) for name in FILLED} == FILLED
 
 
 @pytest.mark.parametrize(
