@@ -124,7 +124,7 @@ class CudaKernels(FusedKernels):
         ranges: Flash kernel for documents, windows and context parallel ranks; None to use `flex` or blocks.
         copies: Host copies of uploaded integer tensors, for the offsets of flash kernel calls.
         flex: FlexAttention for documents and windows; None to compute attention by blocks.
-        causal: Kernel of plain causal attention.
+        causal: Kernel of plain causal attention; `repeated` is a fused kernel that takes no grouped heads.
     """
 
     adds_products = True
@@ -133,7 +133,7 @@ class CudaKernels(FusedKernels):
     compiler: str | None = None
     ranges: FlashRanges | None = None
     flex: Attend | None = None
-    causal: Literal["fused", "flex", "plain"] = "fused"
+    causal: Literal["fused", "repeated", "flex", "plain"] = "fused"
 
     def __init__(self) -> None:
         self.copies = WeakTensorKeyDictionary()
@@ -187,7 +187,7 @@ class CudaKernels(FusedKernels):
         if self.causal == "flex" and self.flex is not None:
             return self.flex(q, k, v, torch.zeros(q.shape[1], q.shape[0], dtype=torch.int64, device=q.device))
         # Of torch's kernels without scores in memory, the only one for float32 takes no grouped heads.
-        return sdpa(q, k, v, grouped=q.dtype != torch.float32)
+        return sdpa(q, k, v, grouped=self.causal == "fused" and q.dtype != torch.float32)
 
     def grouping(self, dtype: torch.dtype, sizes: Sequence[int]) -> Grouping:
         is_aligned = all(size % GROUP_ROWS == 0 for size in sizes)
@@ -395,6 +395,8 @@ class CudaBackend(AcceleratorBackend):
             self._pins.enter_context(sdpa_kernels.pinned(kind))
             why = sdpa_kernels.failure(kind, self.device, DTYPES[shape.params], shape.head_size)
             if not why:
+                if not sdpa_kernels.takes_groups(kind, DTYPES[shape.params]):
+                    self.kernels.causal = "repeated"
                 reason = choice.reason if kind == choice.kind else "; ".join([CUDA_KERNELS[kind], *tried])
                 return AttentionChoice(kind, reason)
             self._pins.close()

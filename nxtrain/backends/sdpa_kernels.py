@@ -55,6 +55,14 @@ def order(capability: tuple[int, int], *, deterministic: bool = False) -> tuple[
     return "flash", "efficient"
 
 
+def takes_groups(kernel: str, dtype: torch.dtype) -> bool:
+    """True if a kernel takes several query heads for a key/value head; otherwise key/value heads must be repeated.
+
+    torch's memory-efficient kernel takes no groups, and is the only fused kernel for float32.
+    """
+    return kernel != "efficient" and dtype != torch.float32
+
+
 @contextmanager
 def pinned(kernel: str) -> Iterator[None]:
     """Make torch prefer an attention kernel in this process; other kernels compute unsupported shapes.
@@ -116,7 +124,7 @@ def failure(kernel: str, device: torch.device, dtype: torch.dtype, head_size: in
         with warnings.catch_warnings():  # torch warns about each kernel that it does not use
             warnings.simplefilter("ignore")
             with sdpa_kernel([BACKENDS[kernel]]):
-                actual = _passes(given, grouped=dtype != torch.float32)
+                actual = _passes(given, grouped=takes_groups(kernel, dtype))
             with sdpa_kernel([SDPBackend.MATH]):
                 wanted = _passes(exact, grouped=False)
             errors = [relative_error(x, y) for x, y in zip(actual, wanted, strict=True)]

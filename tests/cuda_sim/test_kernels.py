@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -55,6 +56,38 @@ def test_the_announced_kernel_runs_whatever_the_release_prefers(
     assert ran == ([name] if name else [])
     assert any("softmax" in kernel.lower() for kernel in record.kernels) == (not name)
     assert record.host_waits == []
+
+
+def grouped_heads(params: str, head_size: int) -> tuple[str, list[str]]:
+    """Announcement of `auto` for two query heads on each key/value head, and kernels of a pass."""
+    import torch
+
+    from nxtrain.backends.attention_choice import AttentionShape
+    from nxtrain.backends.cuda import DTYPES
+
+    with opened_gpu() as backend:
+        backend.choose_attention("auto", AttentionShape(2, 4096, 4, head_size, params))
+        q, kv = (
+            torch.zeros(4096, 2, heads, head_size, device=backend.device, dtype=DTYPES[params], requires_grad=True)
+            for heads in (4, 2)
+        )
+        with recorded() as record:
+            backend.kernels.attention(q, kv, kv).sum().backward()
+        return str(backend.attention), record.kernels
+
+
+@pytest.mark.parametrize(
+    ("capability", "params", "head_size"), [(75, "fp16", 64), (75, "fp32", 64), (90, "bf16", 288), (90, "fp32", 288)]
+)
+def test_grouped_heads_take_the_memory_efficient_kernel_where_no_other_can(
+    capability: int, params: str, head_size: int
+) -> None:
+    """GPUs before Ampere, and wide heads. The kernel takes no groups, so that its trial must not give it any."""
+    with closing(SimulatedGpu(CUDA_SIM_CAPABILITY=str(capability))) as gpu:
+        announced, kernels = gpu.run(grouped_heads, params, head_size)
+    assert announced.startswith("efficient attention: torch's memory-efficient kernel"), announced
+    assert any(EFFICIENT in kernel for kernel in kernels)
+    assert not any("softmax" in kernel.lower() for kernel in kernels)
 
 
 def losses(chunk_mib: int) -> Record:
