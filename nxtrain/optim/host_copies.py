@@ -29,8 +29,9 @@ class HostCopies:
         self, shards: Mapping[str, Tensor], pin: Callable[[Tensor], Callable[[], None] | None] = lambda memory: None
     ) -> None:
         self._shards, self._pin = shards, pin
-        self.params = self._memory(shards)
+        self.params, _ = self._memory(shards)
         self._grads: dict[str, Tensor] = {}
+        self._free_grads: Callable[[], object] = _nothing
 
     def fetch(self, grads: Mapping[str, Tensor], read: Collection[str]) -> dict[str, Tensor]:
         """Copy gradients, and the parameters that the update reads, from the device to the host; wait for the copies.
@@ -42,8 +43,11 @@ class HostCopies:
         Returns:
             Host copies of the gradients, valid until the next call.
         """
-        if not self._grads:
-            self._grads = self._memory(grads)
+        types = {name: grad.dtype for name, grad in grads.items()}
+        # Sums over several micro-batches may be wider than the gradients of a single micro-batch.
+        if types != {name: copy.dtype for name, copy in self._grads.items()}:
+            self._free_grads()
+            self._grads, self._free_grads = self._memory(grads)
         for name, grad in grads.items():
             self._grads[name].copy_(grad, non_blocking=True)
         for name in read:
@@ -57,19 +61,28 @@ class HostCopies:
         for name, shard in self._shards.items():
             shard.copy_(self.params[name], non_blocking=True)
 
-    def _memory(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Host tensors in the shapes of device tensors, in one buffer that the device reads and writes."""
+    def _memory(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Callable[[], object]]:
+        """Host tensors like device tensors, in one buffer that the device reads and writes.
+
+        Returns:
+            The tensors by name, and a function that ends the device's access to the buffer, before the buffer is freed.
+        """
         # Wide types first, so that each begins at a multiple of its size.
         order = sorted(tensors, key=lambda name: -tensors[name].element_size())
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         buffer = torch.frombuffer(aligned_memory(max(1, num_bytes)), dtype=torch.uint8)
         unpin = self._pin(buffer)
+        free: Callable[[], object] = _nothing
         if unpin is not None:
-            weakref.finalize(self, unpin)
+            free = weakref.finalize(self, unpin)
         copies: dict[str, Tensor] = {}
         start = 0
         for name in order:
             tensor = tensors[name]
             copies[name] = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             start += tensor.nbytes
-        return copies
+        return copies, free
+
+
+def _nothing() -> None:
+    """Do nothing, for memory that is not pinned."""

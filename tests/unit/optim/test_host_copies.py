@@ -16,9 +16,16 @@ from nxtrain.parallel.precision import Update
 from tests.support.adamw import LAYOUT, RULE, SCALE, first, grads_of, host, precision
 from tests.unit.optim.test_skipping import RULES
 
+WIDE_FROM = 3
+"""First step, counted from 0, whose gradients are float32 for parameters of any type."""
+
 
 def course(update: Update, params: torch.dtype, state: torch.dtype, *, copied: bool) -> dict[str, Tensor]:
-    """Parameters and state after updates, one of them skipped, and after weights from elsewhere."""
+    """Parameters and state after updates, one of them skipped, and after weights from elsewhere.
+
+    The gradients of the first steps have the type of the parameters, as of one micro-batch. Later ones are float32, as
+    sums of several micro-batches in the later stages of a ramp.
+    """
     shards = {name: p.detach() for name, p in first(params).items()}
     copies = HostCopies(shards) if copied else None
     types, rule = precision(params, update, state), RULE.model_copy(update={"ema_decay": 0.9})
@@ -29,7 +36,8 @@ def course(update: Update, params: torch.dtype, state: torch.dtype, *, copied: b
                 shard.mul_(0.5)
             adamw.reset()
         skip = torch.tensor(step == 1)
-        adamw.step(grads_of(step, params), torch.tensor(1e-2), torch.tensor(SCALE), skip)
+        grads = grads_of(step, params if step < WIDE_FROM else torch.float32)
+        adamw.step(grads, torch.tensor(1e-2), torch.tensor(SCALE), skip)
     result = {f"{kind} {name}": x for kind, item in adamw.state.items() for name, x in item.items()}
     return {**shards, **result}
 
@@ -57,5 +65,9 @@ def test_memory_is_pinned_as_long_as_the_copies_exist() -> None:
     assert list(pinned.values()) == wanted
     for name, x in shards.items():
         assert torch.equal(copies.params[name], x) and torch.equal(grads[name], grads_of(0, torch.bfloat16)[name])
+    narrow = list(pinned)[1]  # `grads` keeps this memory, so that no other gets its address
+    wide = copies.fetch(grads_of(0, torch.float32), shards)
+    assert released == [narrow], "memory of narrow gradients is freed once they are wide"
+    assert list(pinned.values())[2:] == [sum(x.nbytes for x in wide.values())]
     del copies
     assert sorted(released) == sorted(pinned)
