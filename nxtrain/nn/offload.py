@@ -39,7 +39,10 @@ def offload_activations(model: nn.Module) -> None:
 def _offloaded(forward: Callable[..., Tensor], model: nn.Module, transfers: Transfers) -> Callable[..., Tensor]:
     def run(block: nn.Module, *inputs: Any) -> Tensor:
         _, *common = inputs  # first positions of documents, say, of which kernels know copies on the host
-        with saved_on_host(model, transfers, [x for x in common if isinstance(x, Tensor)]):
+        stays = [x for x in common if isinstance(x, Tensor)]
+        # Layers that postpone the gradients of their weights save detached weights, which are no parameters.
+        stays += [x for x in block.parameters() if type(x) is nn.Parameter]
+        with saved_on_host(model, transfers, stays):
             return forward(*inputs)
 
     return run
@@ -159,7 +162,7 @@ class SavedTensors:
 def saved_on_host(module: nn.Module, transfers: Transfers, common: Iterable[Tensor] = ()) -> Iterator[None]:
     """Context in which tensors that autograd saves are kept in host memory.
 
-    Parameters and buffers of a module, and tensors shared by all its blocks, stay where they are.
+    Parameters, buffers of a module, and tensors with the memory of those in `common`, stay where they are.
     """
     stays = {x.untyped_storage().data_ptr() for x in (*module.buffers(), *common)}
     saved = SavedTensors(transfers)

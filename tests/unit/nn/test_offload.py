@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.common.mesh import Mesh
 from nxtrain.nn import offload
+from nxtrain.parallel.weight_grads import WeightGradients, compute
 from nxtrain.plan.activations import block_bytes
 from nxtrain.train.build import build_model
 from tests.support.models import plan, tokens
@@ -60,6 +61,25 @@ def test_the_host_gets_what_autograd_saves_of_the_blocks(
     assert torch.equal(loss, wanted)
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("fp8", ["none", "rowwise"])
+@pytest.mark.parametrize("remat", ["none", "selective"])
+def test_weights_with_postponed_gradients_stay(monkeypatch: pytest.MonkeyPatch, remat: str, fp8: str) -> None:
+    """Layers of the zero-bubble schedule save their weights detached from the parameters."""
+    change: dict[str, dict[str, Any]] = {"parallel": {"offload": ("activations",)}}
+    tables = settings(remat, change)
+    tables["precision"]["fp8"] = fp8
+    resolved, host = plan("mha", **tables), Host(monkeypatch)
+    model: Any = build_model(resolved, CpuBackend(), Mesh(1, 0), init="draw")
+    split = WeightGradients(model)
+    rows = tokens(resolved, 4)
+    loss = model.loss(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+    matrices = {tuple(p.shape) for p in model.parameters() if p.dim() > 1}
+    assert [copy.shape for copy in host.copies if tuple(copy.shape) in matrices] == []
+    loss.backward()
+    compute(split.take())
+    assert all(p.grad is not None for p in model.parameters())
 
 
 class Saved:
