@@ -141,13 +141,13 @@ def ema(src: Checkpoint, dst: Target) -> None:
 def nxtrain_to_peft(src: Checkpoint, dst: Target) -> None:
     """Convert the adapter of a run with finetune.method=lora to PEFT's format."""
     from nxtrain.checkpoint.convert.hf import refuse_to_overwrite
-    from nxtrain.checkpoint.convert.peft import FILES, read_checkpoint, write_adapter
+    from nxtrain.checkpoint.convert.peft import DRAFTS, FILES, read_checkpoint, write_adapter
     from nxtrain.checkpoint.mirror import locate_checkpoint
 
     checkpoint = locate_checkpoint(src)
     _warn_of_newer(src, checkpoint)
     _, adapter = read_checkpoint(checkpoint)
-    refuse_to_overwrite(dst, FILES)
+    refuse_to_overwrite(dst, (*FILES, DRAFTS))
     write_adapter(dst, adapter)
     typer.echo(f"{dst} holds the adapter of {checkpoint}, in PEFT's format")
 

@@ -6,6 +6,7 @@ and a suffix. The update of a weight is the product of two matrices, which is ad
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from nxtrain.backends.nf4 import whole_packing
@@ -25,7 +26,7 @@ from nxtrain.checkpoint.load import open_checkpoint, read_shards, whole_weights
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.shards import mismatches
 from nxtrain.common.errors import CheckpointError, ConfigError, Problem, cause_of
-from nxtrain.common.io.atomic import write_durably
+from nxtrain.common.io.atomic import replace_bytes, replace_text
 from nxtrain.common.io.hub import model_named
 from nxtrain.common.io.object_store import Location
 from nxtrain.common.io.regular import require_regular
@@ -38,6 +39,8 @@ from nxtrain.nn.lora import EXPERT_TARGETS, A, B, scale_of
 
 FILES = CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """Names of the files in a PEFT folder."""
+DRAFTS = ".adapter_*.draft"
+"""Name pattern of the files that a killed write of an adapter leaves in its folder."""
 _BLOCKS = ".layers."
 """Part of the names of a block's weights; QLoRA quantizes matrices of blocks, but not embedding and head."""
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
@@ -291,7 +294,7 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 def write_adapter(folder: Path, adapter: Adapter) -> None:
-    """Write a LoRA adapter as a PEFT folder; files of an earlier adapter are replaced."""
+    """Write a LoRA adapter as a PEFT folder; complete files replace those of an earlier adapter."""
     folder.mkdir(parents=True, exist_ok=True)
     config, name = adapter.config, model_named(adapter.base)
     targets = peft_experts.targets_of(adapter.layers)
@@ -318,8 +321,8 @@ def write_adapter(folder: Path, adapter: Adapter) -> None:
     about = {"format": "pt"}
     if adapter.base_fingerprint:
         about[_FINGERPRINT] = adapter.base_fingerprint
-    write_durably(folder / WEIGHTS, lambda file: save_file(tensors, file, metadata=about))
-    write_json(folder / CONFIG, content)
+    replace_bytes(folder / WEIGHTS, save(tensors, metadata=about), durable=True)
+    replace_text(folder / CONFIG, json.dumps(content, indent=2) + "\n", durable=True)
 
 
 def adapter_of(meta: Meta, tensors: Mapping[str, Tensor]) -> Adapter:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,10 @@ from torch import Tensor
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.checkpoint.convert.hf import write_merged
 from nxtrain.checkpoint.convert.hf_folder import HfFolder
-from nxtrain.checkpoint.convert.peft import merged_adapter, read_adapter
+from nxtrain.checkpoint.convert.peft import Adapter, merged_adapter, read_adapter, write_adapter
 from nxtrain.checkpoint.convert.verify_export import open_hf_model
 from nxtrain.common.errors import ConfigError
+from nxtrain.config.finetune_schema import FinetuneConfig
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -111,6 +115,32 @@ def test_an_option_of_a_later_peft_is_refused_by_its_name(value: object, tmp_pat
     (tmp_path / "adapter_config.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=r"use_new_rule=.* is not supported, and may change the output"):
         read_adapter(tmp_path)
+
+
+def test_an_adapter_of_an_earlier_end_survives_a_full_disk(tmp_path: Path) -> None:
+    """The error is one of the system, and no defect; other users may read the files."""
+    shape = FinetuneConfig(method="lora", r=R, alpha=8.0, targets=("q_proj",))
+    layer = "model.layers.0.self_attn.q_proj"
+    tensors = {f"{layer}.lora_A": torch.zeros(R, 32), f"{layer}.lora_B": torch.zeros(32, R)}
+    write_adapter(tmp_path, Adapter(shape, tensors))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
+        with pytest.raises(OSError, match="File too large"):
+            write_adapter(tmp_path, Adapter(shape, {name: x + 1 for name, x in tensors.items()}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    kept = read_adapter(tmp_path)
+    assert all(torch.equal(kept.tensors[name], tensor) for name, tensor in tensors.items())
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o666 & ~_umask()}
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 16}
