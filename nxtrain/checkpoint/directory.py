@@ -6,6 +6,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Container, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -180,7 +181,14 @@ def clear(directory: Path, target: str = "") -> None:
 
 
 def discard(staged: Path) -> None:
-    """Delete a folder; errors of a failing disk are ignored, and as many files as possible are deleted."""
+    """Delete a folder, or a link to one without its target.
+
+    Errors of a failing disk are ignored, and as many files as possible are deleted.
+    """
+    if staged.is_symlink():
+        with suppress(OSError):
+            staged.unlink()
+        return
     shutil.rmtree(staged, ignore_errors=True)
 
 

@@ -27,6 +27,12 @@ def _on_disk(text: str) -> Path:
     return local_path(text)
 
 
+def _target(text: str) -> Path:
+    """Parse the path of a folder to write; a link stands for its target, which may be on another disk."""
+    path = _on_disk(text)
+    return path.resolve() if path.is_symlink() else path
+
+
 def _model(text: str) -> Path:
     """Parse a Hugging Face folder on this machine, or a model of the Hub, whose files are downloaded."""
     if model_named(text) is None:
@@ -43,7 +49,7 @@ Model = Annotated[
         metavar="SRC", help="Hugging Face folder, or ORG/NAME@REVISION of the Hub.", show_default=False, parser=_model
     ),
 ]
-Target = Annotated[Path, typer.Argument(metavar="DST", show_default=False, parser=_on_disk)]
+Target = Annotated[Path, typer.Argument(metavar="DST", show_default=False, parser=_target)]
 Checkpoint = Annotated[
     str,
     typer.Argument(

@@ -118,6 +118,24 @@ def test_publishing_replaces_and_preparing_removes_leftovers(tmp_path: Path) -> 
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [*("mine.old", "step-00000005", "step-00000010")]
 
 
+def test_a_checkpoint_that_was_moved_and_linked_leaves_no_link(tmp_path: Path) -> None:
+    """The link makes room; its target on another disk is the user's."""
+    checkpoints, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    for step in (1, 2, 3, 4):
+        make(directory.step_path(checkpoints, step))
+        directory.mark_verified(directory.step_path(checkpoints, step))
+    moved = directory.step_path(checkpoints, 1).rename(elsewhere)
+    directory.step_path(checkpoints, 1).symlink_to(moved)
+    directory.prune(checkpoints, directory.Retention(keep=2))
+    assert {path.name for path in checkpoints.iterdir()} == {"step-00000003", "step-00000004"}
+    assert directory.is_checkpoint(moved)
+    path = directory.step_path(checkpoints, 5)
+    path.symlink_to(moved)
+    directory.publish(make(directory.draft_of(path)), path)
+    assert not path.is_symlink()
+    assert {path.name for path in checkpoints.iterdir()} == {"step-00000003", "step-00000004", "step-00000005"}
+
+
 def test_what_a_kill_left_between_two_renames_gets_its_name_back(tmp_path: Path) -> None:
     make(tmp_path / "step-00000005.old-3c4d")
     make(tmp_path / "step-00000005.tmp-5e6f")

@@ -21,6 +21,7 @@ from nxtrain.checkpoint.meta import read_meta
 from nxtrain.common.errors import CheckpointError, ConfigError, InputError
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout
+from tests.support.commands import in_process
 from tests.support.models import hf_model, plan, tokens
 from tests.support.run_folders import cut, meta, save, table
 
@@ -167,6 +168,21 @@ def test_a_run_is_exported_with_its_newest_weights_and_its_tokenizer(tmp_path: P
     config = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
     generation = transformers.GenerationConfig.from_pretrained(tmp_path / "hf")
     assert (config.bos_token_id, config.eos_token_id, generation.eos_token_id) == (None, 0, 0)
+
+
+def test_a_link_as_target_stands_for_its_folder(tmp_path: Path) -> None:
+    """It may be on another disk, since this one has no room."""
+    src, disk = published(tmp_path / "hf", "gqa"), tmp_path / "disk"
+    for name in ("ours", "back", "new"):
+        (tmp_path / name).symlink_to(disk / name)
+    for name in ("ours", "back"):
+        (disk / name).mkdir(parents=True)
+    assert in_process("convert", "hf-to-nxtrain", src, tmp_path / "ours")[0] == 0
+    for name in ("back", "new"):
+        assert in_process("convert", "nxtrain-to-hf", tmp_path / "ours", tmp_path / name)[0] == 0
+    assert {path.name for path in disk.iterdir()} == {"ours", "back", "new"}
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "disk", "ours", "back", "new"}
+    assert all((tmp_path / name).is_symlink() for name in ("ours", "back", "new"))
 
 
 def test_a_wrong_folder_makes_no_checkpoint(tmp_path: Path) -> None:
