@@ -17,6 +17,12 @@ from nxtrain_models.decoder.config import DecoderConfig
 
 _ORIGIN = "config.json"
 
+_REFUSED: dict[str, tuple[object, str]] = {
+    "is_causal": (True, "a token attends to earlier tokens only"),
+    "per_layer_config": ({}, "all layers have the same configuration"),
+}
+"""Keys that transformers accepts for every family, with their neutral value and the reason to refuse others."""
+
 Config = TypeVar("Config", bound=DecoderConfig)
 
 
@@ -35,6 +41,11 @@ def from_hf(config_type: type[Config], fixed: Mapping[str, object], hf: Mapping[
         Problem(key, f"{hf[key]!r} is not supported; only {only!r} is", origin=_ORIGIN)
         for key, only in fixed.items()
         if hf.get(key) not in (None, only)
+    ]
+    problems += [
+        Problem(key, f"{hf[key]!r:.200} is not supported; {reason}", origin=_ORIGIN)
+        for key, (neutral, reason) in _REFUSED.items()
+        if hf.get(key) not in (None, neutral)
     ]
     values = {name: hf[name] for name in config_type.model_fields if name in hf and not name.startswith("rope_")}
     try:

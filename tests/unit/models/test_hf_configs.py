@@ -65,10 +65,15 @@ EDITS: dict[str, dict[str, Any]] = {
     "window": WINDOW,
     "attention_bias": {"attention_bias": True},
     "activation": {"hidden_act": "gelu"},
+    "both directions": {"is_causal": False},
+    "causal": {"is_causal": True},
+    "layers of their own": {"per_layer_config": {"1": {"intermediate_size": 48}}},
 }
 NOT_COMPUTED: dict[str, dict[str, Any]] = {
     "attention_dropout": {"attention_dropout": 0.1},
     "partial_rotary_factor": {"partial_rotary_factor": 0.25},
+    "is_causal": {"is_causal": False},
+    "per_layer_config": {"per_layer_config": {"1": {"rms_norm_eps": 0.5}}},
     "rope_scaling": {"rope_parameters": {"sliding_attention": {"rope_theta": 9.0}}},
 }
 """Edits that change the training or the logits in some release of transformers."""
