@@ -32,6 +32,22 @@ def test_a_kernel_that_the_device_lacks_fails_with_torchs_reason() -> None:
     assert "RuntimeError: No " in failure("cudnn", CPU, torch.bfloat16, 64)
 
 
+def test_a_process_calls_cudnn_no_more_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.15 keeps the graph that it could not build, and the second call of the kernel ends the process."""
+    calls: list[str] = []
+
+    def refused(*given: Any, **how: Any) -> Tensor:
+        calls.append("called")
+        raise RuntimeError("no graph")
+
+    monkeypatch.setattr(sdpa_kernels, "_REFUSED", {})
+    monkeypatch.setattr(F, "scaled_dot_product_attention", refused)
+    assert [failure("cudnn", CPU, torch.bfloat16, 64) for _ in range(2)] == ["RuntimeError: no graph"] * 2
+    assert len(calls) == 1
+    assert failure("cudnn", CPU, torch.bfloat16, 128) == failure("flash", CPU, torch.bfloat16, 64)
+    assert len(calls) == 3, "other heads and other kernels have trials of their own"
+
+
 @pytest.mark.parametrize("wrong", ["no mask", "not a number", "no gradient of a key"])
 def test_a_trial_finds_wrong_numbers(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     exact = F.scaled_dot_product_attention
