@@ -3,26 +3,42 @@
 The host enqueues collectives and continues, so in a hang the hosts of all ranks wait at the same line of code. The
 recorder knows the collectives that each rank has enqueued, and the ones that its device has completed.
 
-Source: torch 2.9, torch/csrc/distributed/c10d/FlightRecorder.hpp.
+Source: torch 2.9, torch/csrc/distributed/c10d/FlightRecorder.hpp; torch 2.15, hooks/FlightRecorderHook.hpp beside it.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from nxtrain.common.distributed.heartbeats import Queued
+
+NEWER = "nccl2"
+"""Name under which torch 2.15 records its second implementation of NCCL's groups, its default."""
 
 
 def recorded() -> bytes:
     """Pickled recording of torch's flight recorder, which `nxtrain.launch.gpu` enables; empty if torch has none."""
     from torch._C import _distributed_c10d
 
+    wanted = {"includeCollectives": True, "includeStackTraces": False, "onlyActive": False}
+    if hasattr(_distributed_c10d, "ProcessGroupNCCL2"):
+        dump_of = getattr(_distributed_c10d, "_dump_fr_trace", None)
+        with suppress(TypeError):  # of releases whose function takes no name of a recorder
+            recording = b"" if dump_of is None else bytes(dump_of(**wanted, backend=NEWER))
+            if _entries(recording):
+                return recording
     dump = getattr(_distributed_c10d, "_dump_nccl_trace", None)
     if dump is None:
         return b""
-    return bytes(dump(includeCollectives=True, includeStackTraces=False, onlyActive=False))
+    return bytes(dump(**wanted))
+
+
+def _entries(recording: bytes) -> Sequence[Mapping[str, Any]]:
+    """Collectives of a recording, oldest first."""
+    return pickle.loads(recording).get("entries", ()) if recording else ()
 
 
 def newest(recording: bytes) -> dict[str, Queued]:
@@ -31,9 +47,8 @@ def newest(recording: bytes) -> dict[str, Queued]:
     Args:
         recording: Result of `recorded` in this process; pickles of other origin may execute code.
     """
-    entries: Iterable[Mapping[str, Any]] = pickle.loads(recording).get("entries", ()) if recording else ()
     queues: dict[str, Queued] = {}
-    for entry in entries:  # oldest first
+    for entry in _entries(recording):
         name = str(entry["process_group"][0])
         number = int(entry["collective_seq_id"])
         if entry["is_p2p"]:
@@ -41,6 +56,6 @@ def newest(recording: bytes) -> dict[str, Queued]:
         done = queues[name].done if name in queues else 0
         if entry["state"] == "completed":
             done = max(done, number)
-        operation = str(entry["profiling_name"]).removeprefix("nccl:")
+        operation = str(entry["profiling_name"]).partition(":")[2]
         queues[name] = Queued(operation, number, done)
     return queues
