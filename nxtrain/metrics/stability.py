@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from statistics import median
 from typing import Any, Literal
@@ -16,7 +16,9 @@ FEWEST = 8
 """Number of steps before a value may count as a spike."""
 
 GROWTH = 3.0
-"""Threshold of growth: a multiple of the lowest smoothed norm."""
+"""Threshold of growth: a multiple of the lowest smoothed norm, or of the smoothed norm of the last alarm."""
+RECOVERED = 1.5
+"""Threshold of a recovery after an alarm: a multiple of the lowest smoothed norm."""
 SMOOTHED = 9
 """Number of steps in the median that smooths the norm; the median is robust to four spikes."""
 SUSTAINED = 10
@@ -27,7 +29,8 @@ class Stability:
     """Detector of spikes and divergence, which gets the loss and gradient norm of each step in order.
 
     A spike is a value far above the median of the previous `WINDOW` values. Spikes are reported, and are normal in
-    training. A run diverges if its smoothed gradient norm stays above `GROWTH` times its lowest value.
+    training. A run diverges if its smoothed gradient norm stays above `GROWTH` times its lowest value. A norm near this
+    threshold crosses it many times. So after an alarm, the norm must first recover, or grow by `GROWTH` again.
 
     Source: Fan et al. 2024, HLAT (arXiv:2404.10630) watches the gradient norm; Takase et al. 2023 (arXiv:2312.16903) on
     spikes and norms; Megatron-LM's `rerun_state_machine.is_unexpectedly_large` has the factor of ten.
@@ -38,6 +41,7 @@ class Stability:
         self._norms: deque[float] = deque(maxlen=WINDOW)
         self._lowest = math.inf
         self._grown = 0
+        self._alarmed = 0.0  # smoothed norm of the last alarm; 0 if there was none, or after a recovery
 
     def see(self, loss: float, grad_norm: float) -> tuple[Literal["", "spike", "diverging"], str]:
         """Add a step; return the kind and the text of an alarm, both empty without an alarm.
@@ -57,7 +61,13 @@ class Stability:
     def state(self) -> dict[str, Any]:
         """State of the detector for a checkpoint, as JSON values; floats are exact."""
         lowest = self._lowest if math.isfinite(self._lowest) else None
-        return {"losses": [*self._losses], "norms": [*self._norms], "lowest": lowest, "grown": self._grown}
+        return {
+            "losses": [*self._losses],
+            "norms": [*self._norms],
+            "lowest": lowest,
+            "grown": self._grown,
+            "alarmed": self._alarmed,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state returned by `state`; an empty state resets the detector."""
@@ -67,6 +77,7 @@ class Stability:
         if state.get("lowest") is not None:
             self._lowest = state["lowest"]
         self._grown = state.get("grown", 0)
+        self._alarmed = state.get("alarmed", 0.0)
 
     @staticmethod
     def _spike(name: str, value: float, before: deque[float]) -> str:
@@ -83,12 +94,40 @@ class Stability:
             return ""
         smoothed = median(list(self._norms)[-SMOOTHED:])
         self._lowest = min(self._lowest, smoothed)
+        if smoothed <= RECOVERED * self._lowest:
+            self._alarmed = 0.0
         self._grown += 1
-        if smoothed <= GROWTH * self._lowest:
+        if smoothed <= GROWTH * max(self._lowest, self._alarmed):
             self._grown = 0
         if self._grown != SUSTAINED:
             return ""
+        self._alarmed = smoothed
+        self._grown = 0
         return (
             f"the gradient norm has been above {GROWTH:g} times its lowest for {SUSTAINED} steps: {smoothed:.4g} "
             f"against {self._lowest:.4g}, medians of {SMOOTHED} steps"
         )
+
+
+class AlarmLines:
+    """Lines about alarms for the user: the 1st, 2nd, 4th, 8th alarm of a kind in this start, and so on.
+
+    A norm or a loss that rises and falls by turns raises alarms in the whole run. All of them are in the records.
+    Alarms about routers name different experts, and all are printed.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = Counter[str]()
+
+    def line(self, step: int, kind: str, alarm: str) -> str:
+        """Line about an alarm; empty if the alarm is not printed."""
+        self._numbers[kind] += 1
+        number = self._numbers[kind]
+        line = f"step {step}: {kind}: {alarm}"
+        if kind == "router":
+            return line
+        if number & (number - 1):  # no power of two
+            return ""
+        if number > 1:
+            line += f" (alarm {number} of this kind; the next that is printed is {2 * number}, metrics.jsonl has all)"
+        return line

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from nxtrain.metrics import stability
-from nxtrain.metrics.stability import Stability
+from nxtrain.metrics.stability import AlarmLines, Stability
 
 
 def norms(steps: int, spike_at: int = 0, length: int = 0, factor: float = 10.0) -> list[float]:
@@ -41,11 +41,28 @@ def test_thirty_steps_of_ten_times_the_norm_are_an_alarm_before_they_end() -> No
 
 
 def test_slow_growth_to_three_times_the_lowest_is_an_alarm_once() -> None:
-    values = norms(100) + [1.0 * 1.03**i for i in range(100)]
+    values = norms(100) + [1.0 * 1.03**i for i in range(70)]
     (alarm,) = kinds(values)
     crossed = 100 + math.ceil(math.log(3 * 0.9) / math.log(1.03))
     assert crossed <= alarm <= crossed + stability.SMOOTHED + stability.SUSTAINED
     assert set(kinds(values).values()) == {"diverging"}
+
+
+def test_a_norm_near_the_threshold_is_an_alarm_once() -> None:
+    """For hundreds of steps the norm goes from below three times its lowest to above it, and back."""
+    values = norms(100) + [2.8 + 0.8 * math.sin(step / 6) for step in range(400)]
+    assert list(kinds(values).values()) == ["diverging"]
+
+
+def test_a_norm_that_grows_on_or_grows_after_a_recovery_is_an_alarm_again() -> None:
+    def alarms_of(*levels: float) -> list[str]:
+        return list(kinds(norms(100) + [level for level in levels for _ in range(40)]).values())
+
+    assert alarms_of(4.0, 8.0, 4.0) == ["diverging"]
+    assert alarms_of(4.0, 2.0, 4.0) == ["diverging"]
+    assert alarms_of(4.0, 1.0, 4.0) == ["diverging"] * 2
+    assert alarms_of(4.0, 9.0, 18.0, 36.0) == ["diverging"] * 2
+    assert alarms_of(*(1.2**power for power in range(30))) == ["diverging"] * 4
 
 
 def test_a_loss_that_jumps_is_told_with_its_numbers() -> None:
@@ -68,12 +85,28 @@ def test_numbers_that_are_not_finite_leave_no_trace() -> None:
     assert watch.state() == clean.state()
 
 
-@pytest.mark.parametrize("saved", [0, 3, 70, 104, 112])
+@pytest.mark.parametrize("saved", [0, 3, 70, 104, 112, 150, 210])
 def test_alarms_after_a_checkpoint_are_those_of_the_straight_run(saved: int) -> None:
     values = norms(200, spike_at=100, length=30, factor=13.0)
+    values += [2.8 + 0.8 * math.sin(step / 6) for step in range(200)]
     before, after = Stability(), Stability()
     kinds(values[:saved], before)
     after.restore(json.loads(json.dumps(before.state(), allow_nan=False)))
     resumed = {saved + i: kind for i, kind in kinds(values[saved:], after).items()}
     assert resumed == {i: kind for i, kind in kinds(values).items() if i > saved}
     assert dict(kinds(values[saved:]).items()) != resumed or saved == 0
+
+
+def test_alarms_of_a_norm_that_rises_and_falls_are_printed_ever_less_often() -> None:
+    """As the norm of a run that has learned its data by heart; each kind of alarm is counted by itself."""
+    waves = [0.2 * math.exp(1.2 * (1 + math.sin(step / 20))) for step in range(2500)]
+    watch, lines = Stability(), AlarmLines()
+    alarms = [(step, *watch.see(2.0, norm)) for step, norm in enumerate(waves, 1)]
+    raised = [alarm for alarm in alarms if alarm[1]]
+    assert len(raised) >= 16
+    printed = [line for line in (lines.line(*alarm) for alarm in raised) if line]
+    assert len(printed) == len(raised).bit_length()
+    assert printed[0].endswith("medians of 9 steps")
+    assert printed[2].endswith("(alarm 4 of this kind; the next that is printed is 8, metrics.jsonl has all)")
+    assert lines.line(7, "spike", "words") == "step 7: spike: words"
+    assert all(lines.line(step, "router", "words") for step in range(1, 8))
