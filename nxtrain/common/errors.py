@@ -13,6 +13,8 @@ from pathlib import Path
 
 _ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS}
 _OTHER_KINDS = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""Numbers of system errors of a full disk, an exhausted quota, and a file above the limit of the process."""
 _ABSENT = {errno.ENOENT, errno.EINVAL}
 _OWN_PACKAGES = {"nxtrain", "nxtrain_models"}
 
@@ -195,7 +197,7 @@ def refused(error: OSError, what: str = "") -> NxtrainError:
         return InputError(f"{text}; check the path, or give another one")
     if error.errno in _ABSENT:
         return BackendError(f"{text}; check the path, or give another one")
-    if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+    if error.errno in FULL:
         return StorageError(f"{text}; free space, or give another path")
     return StorageError(f"{text}; start again when the storage or the network is back")
 

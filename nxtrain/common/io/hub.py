@@ -7,7 +7,6 @@ HF_TOKEN and HF_HUB_OFFLINE.
 
 from __future__ import annotations
 
-import errno
 import glob
 import os
 import re
@@ -19,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from nxtrain.common.errors import ConfigError, NxtrainError, Problem, StorageError, refused
+from nxtrain.common.errors import FULL, ConfigError, NxtrainError, Problem, StorageError, refused
 from nxtrain.common.io.atomic import replace_text
 from nxtrain.common.text import listed, size
 
@@ -37,6 +36,9 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 
 _TRANSPORTS = frozenset({"httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3"})
 """HTTP packages that some release of the Hub's client uses; the client raises their errors."""
+
+_ERROR_NUMBER = re.compile(r"\[Errno -?\d+\] ?")
+"""Number of a system error in the messages of HTTP packages, before the error's text."""
 
 _TIMEOUT_S = 30.0
 """Timeout in seconds of a request for information on a repository."""
@@ -250,7 +252,7 @@ class HubName:
             raise explained from error
 
     def _explanation(self, error: Exception) -> NxtrainError | None:
-        from huggingface_hub import errors
+        from huggingface_hub import constants, errors
 
         if isinstance(error, errors.GatedRepoError):
             reason = f"{self.repository} is gated, and this user has no access"
@@ -267,15 +269,15 @@ class HubName:
         if status in {401, 403}:
             reason = f"the Hub refuses the token of this user for {self.repository}, status {status}"
             return self._refusal(reason, "log in: hf auth login, or set HF_TOKEN to a token that may read it")
-        if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+        if isinstance(error, OSError) and error.errno in FULL:
             where = f"free some, or name a folder on another disk with HF_HOME; {self._cached} keeps the finished files"
             return StorageError(f"the disk is full while {self} downloads: {error.strerror}; {where}")
         is_network = isinstance(error, errors.HfHubHTTPError | errors.LocalEntryNotFoundError | ConnectionError)
         if is_network or type(error).__module__.partition(".")[0] in _TRANSPORTS or status in _BUSY:
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            reason = _ERROR_NUMBER.sub("", str(error).strip().partition("\n")[0]) or type(error).__name__
             return StorageError(
-                f"the Hub does not send {self}: {reason}; start again when it answers, or set HF_HUB_OFFLINE=1 to take "
-                "the files of the cache"
+                f"the Hub does not send {self} from {constants.ENDPOINT}: {reason}; start again when it answers, or "
+                "set HF_HUB_OFFLINE=1 to take the files of the cache"
             )
         if isinstance(error, OSError):
             return refused(error)

@@ -172,7 +172,22 @@ def test_a_hub_that_is_away_may_answer_later(hub: Hub, monkeypatch: pytest.Monke
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert "start again when it answers" in failed(NAME)
+    said = failed(NAME)
+    assert "acme/tiny from http://127.0.0.1:9: Connection refused; start again when it answers" in said
+
+
+@pytest.mark.parametrize("number", [-2, 101, 104, 111])
+def test_a_failed_connection_has_words_and_no_number(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, unwaiting: None, number: int
+) -> None:
+    from huggingface_hub import HfApi
+
+    def fails(*words: object, **settings: object) -> None:
+        raise ConnectionError(number, "the words of the system")
+
+    monkeypatch.setattr(HfApi, "repo_info", fails)
+    said = failed(NAME)
+    assert f"from {hub.endpoint}: the words of the system; start again" in said and "Errno" not in said
 
 
 def test_a_repository_or_revision_that_does_not_exist_is_named(hub: Hub) -> None:
