@@ -13,7 +13,13 @@ from nxtrain.common.machines import Machine
 from nxtrain.config.schema import ON_GPUS, RunConfig
 from nxtrain.launch.neuron import announced_attention, attention_of, experts_of, machine_of
 
-TRACED = {"backend.name": "xla", "backend.layers": "native", "backend.attention": "plain", "backend.experts": "plain"}
+TRACED = {
+    "backend.name": "xla",
+    "backend.layers": "native",
+    "backend.attention": "plain",
+    "backend.experts": "plain",
+    "backend.rounding": "software",
+}
 """Configuration values that can be traced on any machine, by key."""
 
 ASSUMED = INSTANCES["trn1.32xlarge"]
@@ -66,10 +72,8 @@ def choose(config: RunConfig) -> Choices:
         ConfigError: The attention of the configuration cannot run.
     """
     name, chosen = backend_of(config), config.backend
-    stand_ins: list[TracedReplacement] = []
+    stand_ins = _stand_ins_of_device(config, name)
     notes: list[str] = []
-    if chosen.name != "xla":
-        stand_ins.append(TracedReplacement("backend.name", chosen.name, name, _device_reason(config, name)))
 
     layers = "native"
     lacking = ""
@@ -131,13 +135,25 @@ def without_nxd(choices: Choices, config: RunConfig, why: str) -> Choices:
     return Choices("native", choices.instance, (*choices.stand_ins, stand_in), notes)
 
 
+def _stand_ins_of_device(config: RunConfig, name: str) -> list[TracedReplacement]:
+    """Replacements of the device and of its stochastic rounding."""
+    stand_ins: list[TracedReplacement] = []
+    if config.backend.name != "xla":
+        stand_ins.append(TracedReplacement("backend.name", config.backend.name, name, _device_reason(config, name)))
+    if config.backend.rounding == "hardware" and config.precision.update == "bf16_stochastic":
+        reason = "elementary operations stand for the hardware's rounding"
+        stand_ins.append(TracedReplacement("backend.rounding", "hardware", "hardware", reason))
+    return stand_ins
+
+
 def _device_reason(config: RunConfig, name: str) -> str:
     reason = "graphs are those of PyTorch/XLA"
     if name == "neuron":
         reason = "its device is not here, and graphs need none"
     if config.backend.name == "auto":
         reason = f"neuron on a Trainium instance; {reason}"
-    if name == "neuron" and config.precision.update == "bf16_stochastic":
+    is_by_hardware = config.precision.update == "bf16_stochastic" and config.backend.rounding == "auto"
+    if name == "neuron" and is_by_hardware:
         reason += "; elementary operations stand for the hardware's rounding"
     return reason
 

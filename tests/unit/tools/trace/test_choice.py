@@ -129,6 +129,11 @@ def test_an_automatic_backend_is_that_of_a_trainium(monkeypatch: pytest.MonkeyPa
     assert lines(result)[0].startswith(name)
     rounded = ("precision.params=bf16", "precision.update=bf16_stochastic")
     assert "stand for the hardware's rounding" in lines(chosen(monkeypatch, *rounded))[0]
+    of_software = chosen(monkeypatch, *rounded, "backend.rounding=software")
+    assert not [line for line in lines(of_software) if "the hardware's rounding" in line]
+    of_hardware = lines(chosen(monkeypatch, *rounded, "backend.rounding=hardware"))
+    (line,) = (line for line in of_hardware if "the hardware's rounding" in line)
+    assert line.startswith("traced with backend.rounding=software in place of hardware (elementary operations stand")
 
 
 def test_other_backends_have_our_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
-from nxtrain.tools.trace.choice import TRACED
+from nxtrain.tools.trace.choice import TRACED, backend_of
 from nxtrain.tools.trace.command import irrelevant_to
 
 ARROW = ("data.source=arrow", "data.path=x.arrow")
@@ -23,13 +23,20 @@ ARROW = ("data.source=arrow", "data.path=x.arrow")
         ("data.source=arrow", 'data.mixture=["a.arrow", "b.arrow"]', "data.weights=[1.0, 2.0]"),
         ("data.source=tokens", "data.path=x.npy"),
         ("recovery.in_job=true", "recovery.max_restarts=3"),
+        *(
+            (f"backend.name={name}", f"backend.rounding={rounding}", "precision.type=bf16SR")
+            for name in ("auto", "neuron", "neuron-native")
+            for rounding in ("software", "hardware")
+        ),
     ],
 )
 def test_keys_that_no_graph_depends_on_keep_no_run_from_a_trace(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     file = tmp_path / "run.toml"
     file.touch()
-    config = resolve_config(load(file, overrides), 2).config
-    traced = [*overrides, *irrelevant_to(config), *(f"{key}={value}" for key, value in TRACED.items())]
+    config = load(file, overrides).config
+    given = [*overrides, *irrelevant_to(config)]
+    config = resolve_config(load(file, given), 2, backend_of(config)).config
+    traced = [*given, *(f"{key}={value}" for key, value in TRACED.items())]
     plan = resolve_config(load(file, traced), 2)
     assert plan.config.train == config.train
     assert plan.config.model == config.model
