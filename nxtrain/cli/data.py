@@ -19,7 +19,7 @@ from nxtrain.config.bounds import MAX_INT
 if TYPE_CHECKING:
     from nxtrain.common.io.object_store import Location
 
-data = typer.Typer(no_args_is_help=True, help="Prepare a corpus for training, and inspect one.")
+data = typer.Typer(no_args_is_help=True, help="Prepare a corpus, inspect one, and store the tokens of a teacher.")
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {f"{unit}i": 2 ** (10 * power) for power, unit in enumerate("kmgt", start=1)}

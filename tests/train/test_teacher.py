@@ -36,6 +36,7 @@ def test_the_command_writes_the_likeliest_tokens_of_transformers(hf: Path, tmp_p
     from transformers import AutoModelForCausalLM
 
     rows, out = taught(tmp_path, hf)
+    code, _, said = in_process("data", "teach", hf, "--rows", rows, "--out", out, "--k", K)
     ids, units = np.load(out).reshape(ROWS, 2, K, SEQ_LEN).transpose(1, 0, 3, 2)
     model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
     with torch.no_grad():
@@ -43,6 +44,9 @@ def test_the_command_writes_the_likeliest_tokens_of_transformers(hf: Path, tmp_p
     top, wanted = logits.softmax(-1).topk(K)
     assert (ids == wanted.numpy()).mean() > 0.99, "but for ties"
     torch.testing.assert_close(torch.from_numpy(units / PROBABILITY_UNITS), top.double(), rtol=1e-4, atol=1e-6)
+    share = f"{top.sum(-1).mean():.1%} of the teacher's probability"
+    words = f"{out}: {K} tokens for each of {ROWS * SEQ_LEN:,} targets, with {share} on average"
+    assert code == 0 and words in " ".join(said.split())
     code, _, errors = in_process("data", "teach", hf, "--rows", rows, "--out", out, "--k", 301)
     assert code == 2 and "--k 301 exceeds the 300 tokens" in errors
 

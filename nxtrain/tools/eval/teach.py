@@ -65,6 +65,7 @@ def teach_on(backend: Backend, model: Trained, samples: FileSamples, out: Path, 
     shape = (samples.num_rows, 2 * k * samples.seq_len)
     kept = replacing(out) if backend.rank == 0 else nullcontext()
     console = standard_error(quiet=backend.rank > 0)
+    units = 0
     with kept as draft, Progress(f"{model.location} reads rows", samples.num_rows, console=console) as progress:
         if draft is not None:
             description: dict[str, Any] = {"descr": "<i4", "fortran_order": False, "shape": shape}
@@ -79,6 +80,14 @@ def teach_on(backend: Backend, model: Trained, samples: FileSamples, out: Path, 
             if draft is not None:
                 draft.write(likeliest.tobytes())
             progress.show(row + 1)
+            units += int(likeliest[k:].sum(dtype=np.int64))
+    targets = samples.num_rows * samples.seq_len
+    share = units / PROBABILITY_UNITS / targets
+    console.print(
+        f"{out}: {k} tokens for each of {targets:,} targets, with {share:.1%} of the teacher's probability on average; "
+        f"train with data.source=tokens data.path={samples.name} data.teacher={out} data.teacher_k={k}",
+        markup=False,
+    )
 
 
 def _top_tokens(logits: Tensor, k: int) -> NDArray[np.int32]:
