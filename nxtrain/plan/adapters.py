@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from nxtrain.common.dimensions import adapter_specs, expert_adapter_specs, is_matrix
+from nxtrain.common.dimensions import Dimensions, adapter_specs, expert_adapter_specs, is_matrix
 from nxtrain.common.sharding import Segment, ShardSpec
 from nxtrain.plan.shapes import Entries, Stage, block_entries, rest_entries, sum_entries
 
@@ -120,6 +120,13 @@ def stage_adapters(stage: Stage, tp: int, shard: int, adapters: Adapters) -> Ent
     """Number of adapter parameters of a pipeline stage."""
     blocks = adapter_entries(stage, tp, shard, adapters).times(stage.num_blocks - stage.num_dense)
     return blocks.plus(adapter_entries(stage.dense, tp, shard, adapters).times(stage.num_dense))
+
+
+def num_adapter_params(dimensions: Dimensions, adapters: Adapters) -> int:
+    """Number of adapter parameters of a whole model."""
+    num_dense = len(dimensions.dense_layers)
+    whole = Stage(dimensions, (dimensions.num_layers,), first=True, last=True, num_dense=num_dense)
+    return stage_adapters(whole, 1, 1, adapters).local
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from nxtrain.backends.limits import XLA_LOOPS
-from nxtrain.plan.adapters import NF4_BYTES, adapter_entries, matrix_entries, stage_adapters
+from nxtrain.plan.adapters import NF4_BYTES, adapter_entries, matrix_entries, num_adapter_params
 from nxtrain.plan.context import moved_scores, work_share
 from nxtrain.plan.float8 import casts, float8_params
 from nxtrain.plan.job import SIZES, Job
@@ -118,9 +118,7 @@ def trained_params(job: Job) -> int:
     """Number of trained parameters of the whole model."""
     if job.adapters is None:
         return job.dimensions.num_params
-    dimensions = job.dimensions
-    whole = replace(job.stages[0], blocks=(dimensions.num_layers,), ep=1, num_dense=len(dimensions.dense_layers))
-    return stage_adapters(whole, 1, 1, job.adapters).local
+    return num_adapter_params(job.dimensions, job.adapters)
 
 
 def model_flops_per_token(job: Job) -> int:

@@ -24,6 +24,7 @@ from nxtrain.metrics.start_log import StepFile
 from nxtrain.metrics.work_meter import EventTimeline, HostTimeline, WorkMeter, WorkTimeline
 from nxtrain.optim.schedule import Schedule
 from nxtrain.parallel.float8 import layers_in_float8
+from nxtrain.plan.adapters import Adapters, num_adapter_params
 from nxtrain.train.checkpoints import Checkpoints, RunIdentity
 from nxtrain.train.compatibility import RunInputs, refuse_other_commits
 from nxtrain.train.context import RunContext
@@ -168,10 +169,19 @@ def _announce_start(context: RunContext, data: Data, meta: Meta, model: nn.Modul
         beginning = f"continues after step {meta.step}"
     elif config.model.init == "hf":
         beginning = f"starts from the weights of model.hf={config.model.hf}"
+    dimensions, trained = context.plan.dimensions, ""
+    if config.finetune.adapts:
+        number = num_adapter_params(dimensions, Adapters(config.finetune.r, config.finetune.targets))
+        trained = f", frozen, below {config.finetune.method} adapters of {number:,}"
     context.print_line(
-        f"model {family.name}, {context.plan.dimensions.num_params:,} parameters; "
+        f"model {family.name}, {dimensions.num_params:,} parameters{trained}; "
         f"data {data.source.describe()} of {config.train.seq_len} tokens; {beginning}"
     )
+    if meta.step >= config.train.steps:
+        context.print_line(
+            f"step {meta.step} is trained already, and train.steps={config.train.steps}: no step is left; to train on, "
+            "give a larger train.steps"
+        )
     if config.precision.fp8 != "none":
         number, others = layers_in_float8(model)
         line = f"float8: {number} linear layers of this rank's blocks; all other products in {config.precision.params}"

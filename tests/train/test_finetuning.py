@@ -169,6 +169,14 @@ def test_the_run_begins_as_the_base_and_learns(folder: Folder) -> None:
     assert losses[-1] < losses[0] - 0.5
 
 
+def test_a_start_counts_what_is_trained_and_says_that_nothing_is_left(folder: Folder) -> None:
+    said = folder.train("lora", *LORA)
+    number = sum(matrix.numel() for matrix in folder.adapter("lora").values())
+    assert f"parameters, frozen, below lora adapters of {number:,}; data" in said
+    assert f"step {STEPS} is trained already, and train.steps={STEPS}: no step is left" in said
+    assert "below" not in folder.train("full", "train.steps=2")
+
+
 def test_peft_loads_the_adapter_and_computes_what_we_compute(folder: Folder) -> None:
     run = folder.path / "lora"
     ours, base = our_logits(newest(run)), logits(folder.path / "base")
