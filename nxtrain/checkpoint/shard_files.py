@@ -20,6 +20,7 @@ from nxtrain.checkpoint.manifest import CODES, DTYPES, Box, CheckpointManifest, 
 from nxtrain.checkpoint.shards import TensorShard
 from nxtrain.checkpoint.staging import Staged, in_file_order
 from nxtrain.common.errors import CheckpointError, DamagedError
+from nxtrain.common.io.atomic import naming
 from nxtrain.common.io.checksummed_file import ChecksummedReader, ChecksummedWriter, FileDigest
 from nxtrain.common.io.object_store import Location, open_source
 
@@ -79,7 +80,8 @@ def write_shards(folder: Path, rank: int, staged: Staged) -> dict[str, FileDiges
     shards, memory = in_file_order(staged.tensors), staged.memory
     if not shards:
         return {}
-    with ChecksummedWriter(folder / file_of(rank)) as writer:
+    path = folder / file_of(rank)
+    with naming(path), ChecksummedWriter(path) as writer:
         writer.write(memoryview(header(shards)[0]))
         low = high = 0  # range of `memory` with adjacent tensors that are not written yet
         for shard in shards:

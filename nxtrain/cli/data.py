@@ -159,6 +159,7 @@ def prepare(
     With a tokenizer the file holds token ids. After a kill, the same command continues, and writes the same bytes. A
     bad row stops the command with exit code 3, or is skipped, counted and written to FILE.bad.jsonl.
     """
+    from nxtrain.common.io.atomic import naming
     from nxtrain.common.process.signals import noted
     from nxtrain.data.arrow.preparation import PreparationRequest, prepare_corpus
     from nxtrain.data.arrow.presentation import ConsoleWatcher
@@ -171,7 +172,7 @@ def prepare(
     request = PreparationRequest(
         src, out, field, lines, only, tokenizer, shard_bytes or 0, on_bad, restart, prompt, chat, mixed, **kinds
     )
-    with noted() as signals, ConsoleWatcher(signals) as watcher:
+    with noted() as signals, ConsoleWatcher(signals) as watcher, naming(out):
         outcome = prepare_corpus(request, watcher)
     watcher.end(outcome)
     if upload is not None:

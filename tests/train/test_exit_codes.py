@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,6 +109,33 @@ def test_an_output_that_cannot_be_written_has_the_code_of_its_cause(
             assert "[Errno" not in said
             assert str(home) in said
     assert results == OBSTACLES
+
+
+@contextmanager
+def limited(num_bytes: int) -> Iterator[None]:
+    """Files of this process cannot grow beyond a size; the system refuses a write as for a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 500, 4000])
+@pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.__name__)
+def test_a_full_disk_is_named_with_its_file_and_a_way_out(
+    writer: Writer, num_bytes: int, inputs: Inputs, tmp_path: Path
+) -> None:
+    """The system names no file when a write fails, so that each command has to."""
+    with limited(num_bytes):
+        code, _, said = in_process(*writer(inputs, tmp_path / "out"))
+    if (writer, num_bytes) == (launch, 4000):  # its files are small
+        assert code == 0
+        return
+    (line,) = (line for line in said.splitlines() if line.startswith("error: "))
+    assert code == 4 and str(tmp_path / "out") in line and "File too large" in line and "free space" in line, said
+    assert "the system" not in said and "draft" not in said
 
 
 def generate(model: Path) -> tuple[object, ...]:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from nxtrain.common.errors import CheckpointError, NxtrainError, cause_of
+from nxtrain.common.errors import FULL, CheckpointError, NxtrainError, cause_of
 from nxtrain.common.mesh import Mesh
 
 T = TypeVar("T")
@@ -97,7 +97,12 @@ def _readable(error: Exception, failure: str) -> NxtrainError:
     """Translate an error into an `NxtrainError`; an `NxtrainError` is returned unchanged."""
     if isinstance(error, NxtrainError):
         return error
-    readable = CheckpointError(f"{failure}: {cause_of(error) if isinstance(error, OSError) else repr(error)}")
+    cause = repr(error)
+    if isinstance(error, OSError):
+        cause = cause_of(error)
+    if isinstance(error, OSError) and error.errno in FULL:
+        cause += "; free space"
+    readable = CheckpointError(f"{failure}: {cause}")
     readable.__cause__ = error
     return readable
 

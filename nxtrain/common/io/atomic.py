@@ -12,7 +12,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from nxtrain.common.errors import FULL
+
 _DRAFT = re.compile(r"\..+\.(draft|[0-9a-f]{32})")
+
+
+@contextmanager
+def naming(path: Path, draft: Path | None = None) -> Iterator[None]:
+    """Context that gives errors of writes the path of the file: errors of a full disk, and errors that name a draft.
+
+    The system names no path when a write fails, but only when a file is opened.
+    """
+    try:
+        yield
+    except OSError as error:
+        is_full = error.filename is None and error.errno in FULL
+        if is_full or (draft is not None and error.filename == str(draft)):
+            error.filename = str(path)
+        raise
 
 
 @contextmanager
@@ -30,9 +47,10 @@ def replacing(path: Path, *, durable: bool, shared: bool = False) -> Iterator[Pa
         suffix = uuid.uuid4().hex
     draft = path.with_name(f".{path.name}.{suffix}")
     try:
-        yield draft
-        if durable:
-            sync_file(draft)
+        with naming(path, draft):
+            yield draft
+            if durable:
+                sync_file(draft)
         draft.replace(path)
     finally:
         with suppress(OSError):  # an error of the write counts more
@@ -62,8 +80,9 @@ def clear_drafts(folder: Path) -> None:
 
 def write_durably(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file and sync its content to the disk."""
-    write(path)
-    sync_file(path)
+    with naming(path):
+        write(path)
+        sync_file(path)
 
 
 def sync_file(path: Path) -> None:

@@ -247,8 +247,8 @@ class PreparationWork:
 
     def close(self) -> None:
         """Close the files."""
-        for file in (self._files, self._lock):
-            file.close()
+        with self._lock:  # another process may continue, even if the last bytes do not fit on the disk
+            self._files.close()
 
     def _restore(self, lines: list[dict[str, Any]]) -> None:
         if not lines:
