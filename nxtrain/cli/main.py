@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -62,6 +63,10 @@ DEFECT = f"This is a defect of nxtrain {nxtrain.__version__}; report the lines a
 CACHE_HELP = "Folder, configuration file, or s3://, gs:// or az://BUCKET/PREFIX."
 
 
+SPEAKER_S = 10.0
+"""Seconds that a rank waits for the first rank of its node before it prints a problem of the configuration itself."""
+
+
 def main() -> None:
     """Run the command line; an expected error ends the process with its exit code, and without a traceback.
 
@@ -114,8 +119,12 @@ def _report(error: NxtrainError, placement: Placement) -> None:
         print(f"error: {error}", file=sys.stderr)
         return
     # Every rank of a node finds the same problem of configuration and environment; other failures differ by rank.
+    # An agent ends all ranks after the first that fails. So the others wait until the first rank of the node has
+    # printed the problem, and print it themselves if they still run.
     if isinstance(error, ConfigError) and not placement.speaks_for_node:
-        return
+        if not placement.has_agent:
+            return
+        time.sleep(SPEAKER_S)
     # All ranks stop together, which is not an error.
     if isinstance(error, StoppedBySignal):
         if placement.is_leader:

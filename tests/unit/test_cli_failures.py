@@ -92,6 +92,21 @@ def test_a_defect_keeps_its_traceback_and_asks_for_a_report(monkeypatch: pytest.
     assert said.rstrip().endswith(cli.DEFECT)
 
 
+def test_ranks_wait_for_the_one_that_names_a_problem_and_then_name_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun ends all ranks after the first that fails: a silent rank that is faster would hide the problem."""
+    waits: list[float] = []
+    monkeypatch.setattr("nxtrain.cli.main.time.sleep", waits.append)
+    monkeypatch.setattr(cli, "_end", sys.exit)  # it would end this process
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    for rank in range(3):
+        for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", 3), ("LOCAL_WORLD_SIZE", 3)):
+            monkeypatch.setenv(name, str(value))
+        code, output = run("train", TINY, "parallel.tp=2")
+        prefix = f"rank {rank}: " if rank else ""
+        assert code == 2 and f"error: {prefix}parallel.tp (override)" in output
+    assert waits == [cli.SPEAKER_S] * 2
+
+
 def test_a_host_without_memory_is_no_defect_and_may_be_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "app", mock.Mock(side_effect=MemoryError("full")))
     code, said = run("train")
