@@ -308,8 +308,8 @@ class _Copy:
         self._request, self._work = request, work
         self._watcher = watcher
         self._to_array, self._extra = to_array, extra
-        self._texts: list[bytes] = []
-        self._prompts, self._continued, self._labels = list[int](), list[int](), list[int]()
+        self._texts, self._prompts = list[bytes](), list[int]()
+        self._continued, self._labels = list[int](), list[int]()
         self._num_bytes = self._num_read = 0
 
     def run(self, sources: Sequence[Source], fields: Fields) -> None:
