@@ -362,4 +362,5 @@ def transfers(quiet: bool) -> str:
 def test_the_variables_of_a_launch_silence_the_warning_of_transfers(gpu: SimulatedGpu, quiet: bool) -> None:
     store = open_store()
     printed = gpu.run(play_together, 2, store.port, transfers, quiet)
-    assert [("unbatched P2P" in lines) for lines in printed] == [not quiet] * 2
+    warns = not hasattr(dist, "ProcessGroupNCCL2")  # torch 2.15, whose groups have no such warning
+    assert [("unbatched P2P" in lines) for lines in printed] == [warns and not quiet] * 2

@@ -123,7 +123,7 @@ def why_not() -> str:
     if not (_torch_folder() / "lib" / "libtorch_cuda.so").exists():
         return f"a pretended GPU needs torch's wheel for CUDA, not {version('torch')}"
     if not _include_folders():
-        return "a pretended GPU needs the headers of CUDA 12 and NCCL that come with torch's wheel"
+        return "a pretended GPU needs the headers of CUDA and NCCL that come with torch's wheel"
     return ""
 
 
@@ -136,12 +136,16 @@ def _torch_folder() -> Path:
 def _include_folders() -> list[Path]:
     """Folders with headers in the wheels that torch's needs; empty if one is absent."""
     site = _torch_folder().parent
+    runtimes = [site / "nvidia" / name / "include" for name in ("cuda_runtime", "cu13")]
     headers = {
-        site / "triton" / "backends" / "nvidia" / "include": "cuda.h",
-        site / "nvidia" / "cuda_runtime" / "include": "cuda_runtime_api.h",
-        site / "nvidia" / "nccl" / "include": "nccl.h",
+        "cuda.h": [site / "triton" / "backends" / "nvidia" / "include"],
+        "cuda_runtime_api.h": runtimes,
+        "nccl.h": [site / "nvidia" / "nccl" / "include"],
     }
-    return list(headers) if all((folder / name).exists() for folder, name in headers.items()) else []
+    found: list[Path] = []
+    for header, folders in headers.items():
+        found += [folder for folder in folders if (folder / header).exists()][:1]
+    return found if len(found) == len(headers) else []
 
 
 @cache
@@ -309,6 +313,21 @@ def _event(line: str) -> Event:
 
 
 @contextmanager
+def counted_splits() -> Iterator[None]:
+    """Tell the size of each new group, which NCCL would count, to the communicator that is split from that of all."""
+    from torch.distributed import distributed_c10d
+
+    new_group = distributed_c10d._new_process_group_helper
+
+    def new_group_of_size(size: int, *args: Any, **how: Any) -> Any:
+        _library().cuda_sim_split(size)
+        return new_group(size, *args, **how)
+
+    with patch.object(distributed_c10d, "_new_process_group_helper", new_group_of_size):
+        yield
+
+
+@contextmanager
 def opened_gpu(rank: int = 0, world: int = 1, store: Any = None, settings: Any = None) -> Iterator[Any]:
     """The CUDA backend of one rank, in a process of `SimulatedGpu`; `settings` are `BackendSettings`.
 
@@ -329,6 +348,7 @@ def opened_gpu(rank: int = 0, world: int = 1, store: Any = None, settings: Any =
     plugin = Backend._plugins["FAKE"]._replace(creator_fn=lambda common, _: fake_pg._create_fake_pg(common, None))
     variables = rank_variables(rank, world, port=1)
     with (
+        counted_splits(),
         patch.dict(os.environ, variables),
         patch.dict(Backend._plugins, FAKE=plugin),
         patch.object(c10d, "join_rendezvous", lambda *_: store),
@@ -415,7 +435,8 @@ def _answers(ranks: Mapping[Connection, int]) -> tuple[dict[int, Any], list[str]
 
 def _play_rank(pipe: Connection, variables: dict[str, str], body: Callable[..., object], args: tuple[Any, ...]) -> None:
     os.environ.update(variables)
-    _answer(pipe, body, args)
+    with counted_splits():
+        _answer(pipe, body, args)
 
 
 if __name__ == "__main__":

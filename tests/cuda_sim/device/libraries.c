@@ -62,6 +62,8 @@ int cublasLtMatmul(void *handle, void *product, const void *alpha, const void *A
 size_t cudnnGetVersion(void) { return 91002; }
 size_t cudnnGetCudartVersion(void) { return CUDART_VERSION; }
 int cudnnCreate(void **handle) { return *handle = malloc(64), 0; }
+int cudnnBackendCreateDescriptor(int kind, void **descriptor) { return *descriptor = NULL, 3000; }  // not supported
+void cudnnGetLastErrorString(char *text, size_t size) { if (size) *text = 0; }
 const char *cudnnGetErrorString(int status) { return "status of the pretended GPU"; }
 
 // NCCL. A communicator is a number that all of its ranks compute alike, from the id that the first one drew.
@@ -100,13 +102,16 @@ ncclResult_t ncclCommInitRankScalable(ncclComm_t *opened, int size, int rank, in
                                       ncclConfig_t *config) {
     return ncclCommInitRank(opened, size, ids[0], rank);
 }
+static __thread int size_of_split = 0;
+void cuda_sim_split(int size) { size_of_split = size; }  // ranks of the next communicator that is split from another
+
 ncclResult_t ncclCommSplit(ncclComm_t parent, int color, int key, ncclComm_t *opened, ncclConfig_t *config) {
     struct Communicator *from = of(parent);
     from->num_splits++;
     record("split comm=%lx number=%d", from->id, from->num_splits);
     if (color == NCCL_SPLIT_NOCOLOR) return *opened = NULL, ncclSuccess;
     uint64_t id = (from->id * 1000003 + from->num_splits) * 1000003 + color;
-    return open(opened, id, 0, key);  // the record of all ranks has its size
+    return open(opened, id, size_of_split, key);
 }
 ncclResult_t ncclCommDestroy(ncclComm_t communicator) { return free(communicator), ncclSuccess; }
 ncclResult_t ncclCommAbort(ncclComm_t communicator) {

@@ -99,6 +99,12 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *fu
     dim3 grid = config->gridDim;
     return cudaLaunchKernel(function, grid, config->blockDim, arguments, config->dynamicSmemBytes, config->stream);
 }
+// Of CUDA 13, whose compiler looks a kernel up before the launch.
+cudaError_t __cudaGetKernel(void **kernel, const void *function) { return *kernel = (void *)function, cudaSuccess; }
+cudaError_t __cudaLaunchKernel(void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared,
+                               cudaStream_t stream) {
+    return cudaLaunchKernel(kernel, grid, block, arguments, shared, stream);
+}
 cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *found, const void *function) {
     memset(found, 0, sizeof *found);
     found->maxThreadsPerBlock = 1024;
@@ -253,14 +259,15 @@ cudaError_t cudaMemsetAsync(void *pointer, int value, size_t size, cudaStream_t 
 }
 cudaError_t cudaMemset(void *pointer, int value, size_t size) { return cudaMemsetAsync(pointer, value, size, 0); }
 
-// Streams and events. The number of a stream of high priority has a bit of its own.
+// Streams and events. The number of a stream of high priority has a bit of its own. The lowest bits are 0, as those of
+// an address, since torch keeps the kind of a stream there.
 
 #define HIGH_PRIORITY 0x10000000l
 
 static long num_streams = 0x1000, num_events = 0x100000;
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
-    long number = __sync_add_and_fetch(&num_streams, 1);
+    long number = __sync_add_and_fetch(&num_streams, 16);
     *stream = (cudaStream_t)(priority < 0 ? number | HIGH_PRIORITY : number);
     return cudaSuccess;
 }
@@ -282,9 +289,15 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureSta
     *status = cudaStreamCaptureStatusNone;
     return cudaSuccess;
 }
+#if CUDART_VERSION < 13000
 cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
                                         unsigned long long *id, cudaGraph_t *graph, const cudaGraphNode_t **nodes,
                                         size_t *number) {
+#else
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id,
+                                     cudaGraph_t *graph, const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges,
+                                     size_t *number) {
+#endif
     *status = cudaStreamCaptureStatusNone;
     if (id) *id = 0;
     if (number) *number = 0;
@@ -375,8 +388,8 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
         case cudaDevAttrMaxGridDimY: *value = properties.maxGridSize[1]; break;
         case cudaDevAttrMaxGridDimZ: *value = properties.maxGridSize[2]; break;
         case cudaDevAttrWarpSize: *value = properties.warpSize; break;
-        case cudaDevAttrClockRate: *value = properties.clockRate; break;
-        case cudaDevAttrMemoryClockRate: *value = properties.memoryClockRate; break;
+        case cudaDevAttrClockRate: *value = 1980000; break;  // in kHz
+        case cudaDevAttrMemoryClockRate: *value = 3201000; break;
         case cudaDevAttrGlobalMemoryBusWidth: *value = properties.memoryBusWidth; break;
         case cudaDevAttrL2CacheSize: *value = properties.l2CacheSize; break;
         default: *value = 1;
@@ -404,8 +417,6 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *found, int device) { 
     found->maxGridSize[1] = found->maxGridSize[2] = 65535;
     found->maxThreadsDim[0] = found->maxThreadsDim[1] = 1024;
     found->maxThreadsDim[2] = 64;
-    found->clockRate = 1980000;  // in kHz
-    found->memoryClockRate = 3201000;
     found->memoryBusWidth = 6144;
     found->unifiedAddressing = found->concurrentKernels = 1;
     found->asyncEngineCount = 3;
