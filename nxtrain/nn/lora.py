@@ -58,7 +58,14 @@ def scale_of(config: FinetuneConfig) -> float:
     return config.alpha / config.r
 
 
-def adapt(model: nn.Module, config: FinetuneConfig, tp: TensorParallel, dropout: Dropout | None = None) -> None:
+def adapt(
+    model: nn.Module,
+    config: FinetuneConfig,
+    tp: TensorParallel,
+    dropout: Dropout | None = None,
+    *,
+    is_whole: bool = True,
+) -> None:
     """Freeze a model, and add LoRA adapters to linear layers of its blocks.
 
     Args:
@@ -66,9 +73,11 @@ def adapt(model: nn.Module, config: FinetuneConfig, tp: TensorParallel, dropout:
         config: The section [finetune].
         tp: Tensor parallel context of the layers.
         dropout: Dropout of the adapters' inputs; None without dropout.
+        is_whole: The model has all blocks. A pipeline stage may lack layers that the targets name.
 
     Raises:
-        ConfigError: A target is not a linear layer of the blocks, or the rank is larger than every adapted layer.
+        ConfigError: A target is not a linear layer of the blocks of a whole model, or the rank is larger than every
+            adapted layer.
     """
     model.requires_grad_(False)
     switch = _Switch()
@@ -85,6 +94,21 @@ def adapt(model: nn.Module, config: FinetuneConfig, tp: TensorParallel, dropout:
         if isinstance(layer, Experts):
             names.update(EXPERT_TARGETS)
             widest = max([widest, *_adapt_experts(layer, config, tp, switch)])
+    if is_whole:
+        _check(config, names, widest)
+    if tp.comm.lazy:
+        # torch-xla recomputes a block only if an input of the block has a gradient, and the embedding is frozen.
+        blocks[0].register_forward_pre_hook(_require_gradient)
+
+
+def _check(config: FinetuneConfig, names: set[str], widest: int) -> None:
+    """Refuse targets that no layer of a model has, and a rank larger than every adapted layer.
+
+    Args:
+        config: The section [finetune].
+        names: Names of the layers of the whole model.
+        widest: Most features of an adapted layer.
+    """
     missing = sorted({*config.targets} - names)
     if missing:
         reason = f"{', '.join(missing)}: no linear layer of the model's blocks has this name"
@@ -92,9 +116,6 @@ def adapt(model: nn.Module, config: FinetuneConfig, tp: TensorParallel, dropout:
     if config.r > widest:
         reason = f"{config.r:,} is larger than every adapted layer, which have up to {widest:,} features"
         raise ConfigError([Problem("finetune.r", reason, hint=f"use {widest} at most; 8 to 64 are usual")])
-    if tp.comm.lazy:
-        # torch-xla recomputes a block only if an input of the block has a gradient, and the embedding is frozen.
-        blocks[0].register_forward_pre_hook(_require_gradient)
 
 
 @contextmanager

@@ -113,10 +113,14 @@ class SquareSum:
         return self._sum([tensors[name] for name in self._names])
 
     def _weighted(self, tensors: Iterable[Tensor]) -> Tensor:
+        if not self._names:  # a stage may have frozen parameters alone
+            return self._weights.sum()
         sums = [self._square_sum(name, tensor) for name, tensor in zip(self._names, tensors, strict=True)]
         return (torch.stack(sums) * self._weights).sum()
 
     def _weighted_lists(self, tensors: Sequence[Tensor]) -> Tensor:
+        if not self._names:
+            return self._weights.sum()
         given = dict(zip(self._names, tensors, strict=True))
         alike = [name for name in self._names if name not in self._row_weights]
         sums = dict(zip(alike, self._kernels.square_sums([given[name] for name in alike]), strict=True))

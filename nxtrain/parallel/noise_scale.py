@@ -84,6 +84,8 @@ class NoiseScale:
         for name, grad in grads.items():
             rows = grad.flatten(1) if grad.dim() > 1 else grad.unsqueeze(0)
             sums.append(self._kernels.row_square_sums(rows).sum() * self._weights[name])
+        if not sums:  # a stage may have frozen parameters alone
+            return torch.zeros_like(self._local)
         return torch.cat(sums).sum(dim=0, keepdim=True)
 
 

@@ -240,7 +240,8 @@ class Pipeline:
         chunk, micro = action.chunk, action.micro
         forward_pass = in_flight.forward_passes.pop((chunk, micro))
         forward_pass.received_grads.grads = received
-        forward_pass.end.backward()
+        if forward_pass.end.requires_grad:  # frozen layers before the first adapters need no gradient
+            forward_pass.end.backward()
         if self._weight_grads:
             in_flight.postponed[chunk, micro] = self._weight_grads.take()
         if forward_pass.entered:

@@ -227,7 +227,9 @@ def build_meta(plan: Resolved, backend: Backend, mesh: Mesh) -> nn.Module:
             if context_parallel is not None:
                 positions = context_parallel.positions
             dropout = Dropout(run, mesh.dp, positions, backend.put)
-        adapt(model, run.finetune, parallel, dropout)
+        if mesh.pp_size > 1:
+            _adapter_shapes(plan, backend)  # refuses targets that no stage has
+        adapt(model, run.finetune, parallel, dropout, is_whole=mesh.pp_size == 1)
         if dropout is not None:
             dropout.attach(model, [len(part.blocks) for part in parts_of(plan, mesh)])
             recompute = dropout.recomputing(recompute)

@@ -10,19 +10,26 @@ import torch
 from torch import Tensor
 
 from nxtrain.backends.base import Backend
+from nxtrain.backends.cpu import CpuBackend
 from nxtrain.backends.torch_kernels import PlainKernels
 from nxtrain.common.dimensions import expert_adapter_specs
+from nxtrain.common.errors import ConfigError
 from nxtrain.common.kernels import RowGroups
+from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import ShardSpec
+from nxtrain.common.stages import split_layers_at
 from nxtrain.nn import lora
 from nxtrain.nn.lora import EXPERT_TARGETS
 from nxtrain.parallel import expert_products
+from nxtrain.train.build import build_meta
+from nxtrain.train.health.replica_check import ReplicaCheck
+from nxtrain.train.step import train_step
 from tests.support.drawn import SEED
 from tests.support.drawn_runs import check_drawn, error_of, failures, ours, ours_in_static_shapes
 from tests.support.layouts import Degrees
 from tests.support.lora import DrawnAdapters, all_weights, described, draw_adapters, wanted_of_peft, with_keys
-from tests.support.models import MIXTURES
-from tests.support.parity import Course
+from tests.support.models import MIXTURES, changed
+from tests.support.parity import Course, local_pair, start
 from tests.support.ranks import RankPool
 
 LAYOUTS = [
@@ -58,6 +65,70 @@ def test_blocks_of_equal_size_have_the_same_adapters(ranks: RankPool, index: int
     run = with_keys(draw(index, LAYOUTS[index]), model__moe_dispatch=dispatch, model__moe_capacity_factor=factor)
     courses = ranks.run(run.degrees.world, ours_in_static_shapes, run, all_weights(run))
     check_drawn(courses, wanted_of_peft(run), run, described(run))
+
+
+STAGES = [
+    Degrees(pp=2),
+    Degrees(pp=2, schedule="zero_bubble"),
+    Degrees(pp=2, virtual_pp=2),
+    Degrees(pp=2, dp=2, shard="zero1"),
+    Degrees(pp=2, dp=2, shard="full"),
+    Degrees(pp=2, tp=2, sequence_parallel=True),
+]
+
+
+def draw_dense(index: int, degrees: Degrees, dense: int) -> DrawnAdapters:
+    """A drawn run with adapters of experts, which the blocks of one stage lack, so that all its weights are frozen."""
+    run = draw_adapters("lora of a stage", SEED, index, degrees, family="qwen3_moe")
+    number = 2 * degrees.pp * degrees.virtual_pp
+    cuts = range(2, number, 2)
+    parts = split_layers_at(number, cuts)[dense :: degrees.pp]
+    run = with_keys(
+        run,
+        model__config__num_hidden_layers=number,
+        model__config__mlp_only_layers=[block for part in parts for block in part.blocks],
+        model__config__decoder_sparse_step=1,
+        parallel__pipeline_cuts=list(cuts),
+    )
+    return replace(run, finetune=(*run.finetune, ("targets", EXPERT_TARGETS)))
+
+
+@pytest.mark.parametrize("dense", [0, 1])
+@pytest.mark.parametrize("index", range(len(STAGES)), ids=lambda index: f"{index}-{STAGES[index]}")
+def test_a_stage_without_adapters_trains_with_one_that_has_them(ranks: RankPool, index: int, dense: int) -> None:
+    run = draw_dense(index, STAGES[index], dense)
+    courses = ranks.run(run.degrees.world, ours, run, all_weights(run))
+    assert {len(course.weights) for course in courses} == {0, 8 * run.degrees.virtual_pp}
+    check_drawn(courses, wanted_of_peft(run), run, described(run))
+
+
+def measured(backend: Backend, run: DrawnAdapters, weights: dict[str, Tensor]) -> tuple[list[float], float]:
+    """Means of the noise scale after a step, and the number of checksums in which replicas differ."""
+    state = start(backend, changed(run.resolved, metrics={"noise_scale": True}), weights)
+    assert state.noise is not None
+    pair = local_pair(state, run.batches()[0], run.resolved.config.train.micro_batch)
+    train_step(state, pair, run.resolved.config.optim.lr)
+    _, differing = ReplicaCheck(state).gather()
+    return state.noise.means.tolist(), float(differing)
+
+
+def test_a_stage_without_adapters_takes_part_in_votes_and_in_the_noise_scale(ranks: RankPool) -> None:
+    run = draw_dense(3, STAGES[3], 0)
+    results = ranks.run(run.degrees.world, measured, run, all_weights(run))
+    alone = with_keys(run, parallel__pp=1, parallel__pipeline_cuts=[])
+    (means, _), *_ = ranks.run(2, measured, replace(alone, degrees=replace(run.degrees, pp=1)), all_weights(run))
+    for of_stage, differing in results:
+        assert of_stage == pytest.approx(means, rel=1e-5)
+        assert differing == 0
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_targets_that_no_stage_has_are_refused(pp: int) -> None:
+    run = draw_dense(0, STAGES[0], 0)
+    given = changed(run.resolved, finetune={"targets": ("experts.gate_up_proj", "query")}, parallel={"pp": pp})
+    given = changed(given, parallel={"pipeline_cuts": ()})
+    with pytest.raises(ConfigError, match="query: no linear layer of the model's blocks has this name"):
+        build_meta(given, CpuBackend(), Mesh.build(pp, 0, pp=pp))
 
 
 def with_defect(backend: Backend, run: DrawnAdapters, weights: dict[str, Tensor], defect: str) -> Course:

@@ -104,7 +104,8 @@ class ReplicaCheck:
         self.ballots: dict[Holders, list[str]] = {}
         for holders, part in held:
             self.ballots.setdefault(holders, []).append(part.name)
-        device = next(iter(state.data_parallel.shards.values())).device
+        devices = [shard.device for shard in state.data_parallel.shards.values()]
+        device = devices[0] if devices else state.backend.device  # a stage may have frozen parameters alone
         self._kernels = state.backend.kernels
         put: Callable[[Tensor], Tensor] = state.backend.put
         if device != state.backend.device:
