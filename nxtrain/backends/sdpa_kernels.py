@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,10 +43,6 @@ CUDNN_CAPABILITY = (9, 0)
 TRIAL_TOKENS = 256
 TRIAL_ERROR = 0.05
 """Largest relative error of a kernel trial: twelve times bf16 rounding, and far below the error of a wrong mask."""
-
-
-_REFUSED: dict[tuple[torch.device, torch.dtype, int], str] = {}
-"""Reasons for which cuDNN's kernel failed in this process, by the arguments of its trial."""
 
 
 def order(capability: tuple[int, int], *, deterministic: bool = False) -> tuple[GpuKernel, ...]:
@@ -116,14 +113,24 @@ def _activated(kernel: str) -> Iterator[None]:
 def failure(kernel: str, device: torch.device, dtype: torch.dtype, head_size: int) -> str:
     """Try an attention kernel forward and backward on a GPU; return the reason for a failure, or an empty string.
 
-    A process tries cuDNN's kernel once: after a failure, a second call ends the process with torch 2.15.
-
     Args:
         kernel: Key of `BACKENDS`; the kernel's own package, if any, must be active.
     """
-    arguments = device, dtype, head_size
-    if kernel == "cudnn" and arguments in _REFUSED:
-        return _REFUSED[arguments]
+    if kernel == "cudnn":
+        return _failure_of_cudnn(device, dtype, head_size)
+    return _trial(kernel, device, dtype, head_size)
+
+
+@cache
+def _failure_of_cudnn(device: torch.device, dtype: torch.dtype, head_size: int) -> str:
+    """Result of the only trial of cuDNN's kernel in this process.
+
+    After a failure, a second call of the kernel ends the process with torch 2.15.
+    """
+    return _trial("cudnn", device, dtype, head_size)
+
+
+def _trial(kernel: str, device: torch.device, dtype: torch.dtype, head_size: int) -> str:
     shapes = [(TRIAL_TOKENS, 1, heads, head_size) for heads in (4, 2, 2)]
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
@@ -139,10 +146,7 @@ def failure(kernel: str, device: torch.device, dtype: torch.dtype, head_size: in
             errors = [relative_error(x, y) for x, y in zip(actual, wanted, strict=True)]
             worst = float(torch.stack(errors).max())
     except Exception as error:  # drivers raise errors of their own
-        reason = first_line(error)
-        if kernel == "cudnn":
-            _REFUSED[arguments] = reason
-        return reason
+        return first_line(error)
     return wrong_numbers(worst)
 
 

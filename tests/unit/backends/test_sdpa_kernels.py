@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def test_a_process_calls_cudnn_no_more_after_a_failure(monkeypatch: pytest.Monke
         calls.append("called")
         raise RuntimeError("no graph")
 
-    monkeypatch.setattr(sdpa_kernels, "_REFUSED", {})
+    monkeypatch.setattr(sdpa_kernels, "_failure_of_cudnn", cache(sdpa_kernels._failure_of_cudnn.__wrapped__))
     monkeypatch.setattr(F, "scaled_dot_product_attention", refused)
     assert [failure("cudnn", CPU, torch.bfloat16, 64) for _ in range(2)] == ["RuntimeError: no graph"] * 2
     assert len(calls) == 1
