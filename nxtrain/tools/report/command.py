@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nxtrain.common.errors import ConfigError
-from nxtrain.common.io.atomic import replace_text
+from nxtrain.common.io.atomic import replace_bytes
 from nxtrain.common.run_folder import REPORT_FILE
 from nxtrain.tools.report.comparison import Bounds, parity, scaling
 from nxtrain.tools.report.facts import results
@@ -56,7 +56,8 @@ def report(
     file = out or folders[0] / REPORT_FILE
     if not file.parent.is_dir():
         raise ConfigError(f"there is no folder {file.parent} for {file.name}; make it first, or give another --out")
-    replace_text(file, render(runs, parities=parities, points=points, notes=notes), durable=False)
+    page = render(runs, parities=parities, points=points, notes=notes)
+    replace_bytes(file, page.encode(errors="replace"), durable=False)  # a folder may have a name that is not UTF-8
     content: dict[str, Any] = {"out": str(file), "runs": [results(run) for run in runs]}
     if parities:
         content["parity"] = parities

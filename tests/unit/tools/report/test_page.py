@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable
@@ -221,6 +222,11 @@ def test_damaged_files_render(tmp_path: Path, data: Any) -> None:
         (folder / name).write_bytes(content[:at] + noise + content[at + keep :])
     runs = read_runs([folder, folder])
     parsed(render(runs, parities=[parity(runs[0], runs[1], Bounds())]))
+
+
+def test_a_folder_whose_name_is_not_utf8_has_a_report(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / os.fsdecode(b"r\xf6n"))
+    assert "/r?n" in report([folder]).file.read_text(encoding="utf-8")
 
 
 def test_a_missing_folder_is_one_sentence(tmp_path: Path) -> None:
