@@ -240,7 +240,7 @@ class FileSamples(Samples):
         if not ids.size or (int(ids.min()) >= 0 and int(ids.max()) < self._vocab_size):
             return
         number, column = np.argwhere((ids < 0) | (ids >= self._vocab_size))[0]
-        why = "; set model.config.vocab_size to that of the tokenizer that made the file"
+        why = "; set model.config.vocab_size, or take the teacher, of the tokenizer that made the file"
         if self._expected is not None:
             why = f", though all were inside when the run began: {_CHANGED}"
         raise DataError(

@@ -53,7 +53,11 @@ def test_the_command_writes_the_likeliest_tokens_of_transformers(hf: Path, tmp_p
 
 def test_rows_that_are_no_table_and_the_rows_as_the_result_are_refused(hf: Path, tmp_path: Path) -> None:
     rows, out = tmp_path / "rows.npy", tmp_path / "taught.npy"
-    for table, problem in ((np.array(3), "int64 of shape ()"), (np.zeros((4, 1), int), "has rows of 1 ids")):
+    for table, problem in (
+        (np.array(3), "int64 of shape ()"),
+        (np.zeros((4, 1), int), "has rows of 1 ids"),
+        (np.full((4, SEQ_LEN + 1), 300), "or take the teacher, of the tokenizer that made the file"),
+    ):
         np.save(rows, table)
         code, _, errors = in_process("data", "teach", hf, "--rows", rows, "--out", out)
         assert code == 3 and problem in errors and not out.exists()
