@@ -114,7 +114,7 @@ def with_a_wait_left_out(name: str) -> list[str]:
             before.begin_return()
 
     def copy_only(self: HostCopies, grads: Mapping[str, Tensor], read: Collection[str]) -> Mapping[str, Tensor]:
-        copies = self._memory(grads)
+        copies, _ = self._memory(grads)
         for parameter, grad in grads.items():
             copies[parameter].copy_(grad, non_blocking=True)
         return copies
