@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nxtrain.backends.sdpa_kernels import first_line
+from nxtrain.backends.sdpa_kernels import first_line, relative_error, wrong_numbers
 
 BLOCK = 128
 """Number of queries, and of keys, in a block; the default of FlexAttention."""
@@ -82,12 +83,36 @@ def compiled() -> Attend:
 
 
 def failure(attend: Attend, device: torch.device, dtype: torch.dtype, head_size: int) -> str:
-    """Try FlexAttention forward and backward on a device; return the reason for a failure, or an empty string."""
+    """Try FlexAttention forward and backward on a device; return the reason for a failure, or an empty string.
+
+    A row of two documents has skipped, partial and full blocks. Output and gradients are compared with those of masked
+    attention in float32.
+    """
+    length, begin = 4 * BLOCK, BLOCK + BLOCK // 2
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(length, 1, heads, head_size) for heads in (4, 2, 2)]
+    given = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
+    exact = [x.detach().float().requires_grad_() for x in given]
+    positions = torch.arange(length, device=device)
+    first = torch.where(positions < begin, 0, begin).unsqueeze(0)
     try:
-        q = torch.zeros(2 * BLOCK, 1, 2, head_size, device=device, dtype=dtype, requires_grad=True)
-        kv = torch.zeros(2 * BLOCK, 1, 1, head_size, device=device, dtype=dtype, requires_grad=True)
-        first = torch.zeros(1, 2 * BLOCK, device=device, dtype=torch.int64)
-        attend(q, kv, kv, first).sum().backward()
+        out = attend(*given, first)
+        actual = [out.detach(), *torch.autograd.grad(out, given, out.detach())]
+        expected = _masked(*exact, first)
+        wanted = [expected.detach(), *torch.autograd.grad(expected, exact, expected.detach())]
+        errors = [relative_error(x, y) for x, y in zip(actual, wanted, strict=True)]
+        worst = float(torch.stack(errors).max())
     except Exception as error:  # compilers and drivers raise errors of their own
         return first_line(error)
-    return ""
+    return wrong_numbers(worst)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> Tensor:
+    """Attention by a mask of all scores; arguments and result are those of `flex_attention`."""
+    positions = torch.arange(q.shape[0], device=q.device)
+    mask = (positions <= positions.unsqueeze(1)) & (positions >= first.unsqueeze(2))
+    repeats = q.shape[2] // k.shape[2]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)))
+    with sdpa_kernel([SDPBackend.MATH]):
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.unsqueeze(1))
+    return out.permute(2, 0, 1, 3)

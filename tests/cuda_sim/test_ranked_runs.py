@@ -48,7 +48,7 @@ from nxtrain.train.health.numerics import NumericsGuard
 from tests.cuda_sim.test_communicators import mismatches, stuck
 from tests.cuda_sim.test_runs import assert_few_waits, recorded_run
 from tests.support import TINY
-from tests.support.cuda_sim import Record, SimulatedGpu, play_together
+from tests.support.cuda_sim import WITHOUT_TRIAL, Record, SimulatedGpu, play_together
 from tests.support.drawn import SEED, TRIES
 from tests.support.layouts import ONE, Degrees, all_layouts, context_layouts, expert_layouts
 from tests.support.models import weights_of
@@ -182,6 +182,7 @@ def ranked(overrides: Sequence[str], world: int, mutant: Mutant = nullcontext) -
     with (
         patch.object(C10dCollectives, "barrier", barrier),
         patch("nxtrain.checkpoint.shard_files.open_source", open_source),
+        WITHOUT_TRIAL,
         recorded_run() as record,
         mutant(int(os.environ["RANK"])),
     ):

@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 
-from nxtrain.backends import flash_ranges
 from nxtrain.backends.cuda import CudaBackend
 from nxtrain.train import trainer
 from nxtrain.train.checkpoints import Checkpoints
@@ -77,8 +76,6 @@ def recorded_run() -> Iterator[Record]:
         return numbers
 
     with (
-        # Kernels compute nothing here, so a trial would judge by what the memory holds, and not always alike.
-        patch.object(flash_ranges, "failure", lambda *trial: ""),
         patch.object(CudaBackend, "fetch", ones),
         patch.object(trainer, "train_step", marked("step", train_step)),
         patch.object(trainer, "eval_step", marked("eval", eval_step)),

@@ -119,6 +119,30 @@ def test_a_failure_is_a_reason_in_one_line() -> None:
     def broken(*_: Tensor) -> Tensor:
         raise RuntimeError("no compiler\nsecond line")
 
+    assert failure(broken, torch.device("cpu"), torch.float32, 16) == "RuntimeError: no compiler"
+
+
+def one_document(q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> Tensor:
+    return flex_attention(q, k, v, torch.zeros_like(first))
+
+
+def shifted_documents(q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> Tensor:
+    return flex_attention(q, k, v, first.div(BLOCK, rounding_mode="floor") * BLOCK)
+
+
+def keys_without_gradient(q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> Tensor:
+    return flex_attention(q, 0.5 * (k + k.detach()), v, first)
+
+
+def not_a_number(q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> Tensor:
+    return flex_attention(q, k, v, first) * float("nan")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_trial_compares_output_and_gradients_with_the_formula(dtype: torch.dtype) -> None:
+    if not has_backward():
+        pytest.skip(f"FlexAttention of torch {torch.__version__} has no backward pass on CPUs")
     device = torch.device("cpu")
-    assert failure(broken, device, torch.float32, 16) == "RuntimeError: no compiler"
-    assert failure(lambda q, k, v, first: q * k.sum() * v.sum(), device, torch.float32, 16) == ""
+    assert failure(flex_attention, device, dtype, 16) == ""
+    for attend in (one_document, shifted_documents, keys_without_gradient, not_a_number):
+        assert "its numbers are off by" in failure(attend, device, dtype, 16), attend.__name__
