@@ -190,7 +190,7 @@ def test_folders_that_are_no_model_are_refused(hf: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("places", [{"model.norm.weight": 7}, [1], {"model.norm.weight": None}, "x"])
 def test_an_index_that_names_no_files_is_refused(hf: Path, tmp_path: Path, places: object) -> None:
     folder = tmp_path / "hf"
-    shutil.copytree(hf, folder)
+    shutil.copytree(hf, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     code, _, err = in_process("convert", "hf-to-nxtrain", folder, tmp_path / "out")
     assert (code, "weight_map" in err) == (ConfigError.exit_code, True), err

@@ -40,7 +40,7 @@ def test_a_run_leaves_its_configuration_metrics_checkpoints_and_curves(
         folder,
         data,
         steps=12,
-        checkpoint={"every": 5, "keep": 2},
+        checkpoint={"every": 5, "keep": 2, "async": False},
         metrics={"log_every": 4, "tensorboard": True, "progress": False},
     )
     train_rank(CpuBackend(), resolved)
