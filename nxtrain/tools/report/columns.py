@@ -41,7 +41,7 @@ NUMBERS = (
         "param_norm_0",
     ),
     *("param_norm_expected", "lost_update_frac", "lr", "tokens", "tokens_per_s", "step_time_s", "mfu", "goodput"),
-    *("peak_memory_bytes", *KINDS_S, *SECTIONS_S, *PREFERENCES),
+    *("peak_memory_bytes", *KINDS_S, *SECTIONS_S, "pairs", "answers", *PREFERENCES),
     *("aux_loss", *(key for key in ROUTER_NUMBERS if key != EXPERT_SLOTS)),
 )
 """Keys of a metrics record whose values are numbers."""

@@ -18,6 +18,7 @@ from nxtrain.tools import svg
 from nxtrain.tools.report.chart import HEIGHT, MOST_MARKS, WIDTH, Curve, draw, smooth
 from nxtrain.tools.report.columns import MOST, Column, number_of
 from nxtrain.tools.report.facts import PARTS, typical
+from nxtrain.tools.report.loss_chart import loss_unit
 from nxtrain.tools.report.run import RecordedRun, shortened
 from nxtrain.tools.report.verdict import verdict
 
@@ -105,13 +106,11 @@ def _losses(runs: Sequence[RecordedRun]) -> dict[str, Any] | None:
         curves.append(Curve(_named(runs, run, "held-out"), color, *run.columns.series("val_loss"), kind="dots"))
     if any("val_loss" in run.columns.numbers for run in runs):
         note = f"Dots are evaluations on held-out text. {note}".strip()
-    return draw("loss", "Loss", _unit(runs), curves, note=note, wide=True)
+    return draw("loss", "Loss", _units(runs), curves, note=note, wide=True)
 
 
-def _unit(runs: Sequence[RecordedRun]) -> str:
-    if all("reward_margin" in run.columns.numbers for run in runs):
-        return "mean of the pairs"
-    return "nats per token"
+def _units(runs: Sequence[RecordedRun]) -> str:
+    return " or ".join(dict.fromkeys(loss_unit(run.columns.numbers) for run in runs))
 
 
 def _mean_note(runs: Sequence[RecordedRun], column: str) -> str:
@@ -127,7 +126,7 @@ def _difference(runs: Sequence[RecordedRun]) -> dict[str, Any] | None:
         steps, first, other = difference(runs[0], run)
         curves += _with_mean(f"{run.name} - {runs[0].name}", color, steps, other - first)
     note = "At the steps that both runs recorded."
-    return draw("difference", "Loss difference", _unit(runs), curves, note=note, wide=True)
+    return draw("difference", "Loss difference", _units(runs), curves, note=note, wide=True)
 
 
 def _rewards(runs: Sequence[RecordedRun]) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -89,7 +89,8 @@ def loss_chart(records: Sequence[Mapping[str, Any]], width: int, style: Style) -
     cells = {cell: "*" if style is ASCII else chr(0x2800 + of_cell) for cell, of_cell in bits.items()}
     for step, loss in held_out:
         cells[x_of(step, 1), y_of(loss, 1)] = style.held_out
-    lines = [f"loss (nats per token): {style.curve} training, {style.held_out} held-out text"]
+    unit = loss_unit(set().union(*records))
+    lines = [f"loss ({unit}): {style.curve} training, {style.held_out} held-out text"]
     for row in range(ROWS):
         label = labels.get(row, "")
         axis = style.tick if label else style.axis
@@ -101,6 +102,15 @@ def loss_chart(records: Sequence[Mapping[str, Any]], width: int, style: Style) -
     if width < NARROWEST:
         lines = [line[:width] for line in lines]
     return "\n".join(lines)
+
+
+def loss_unit(names: Container[str]) -> str:
+    """Unit of a run's loss, by the names in its records."""
+    if "pairs" in names:
+        return "mean of the pairs"
+    if "answers" in names:
+        return "mean of the answers"
+    return "nats per token"
 
 
 def _points(records: Iterable[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:

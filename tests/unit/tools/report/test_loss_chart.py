@@ -12,7 +12,12 @@ from typing import Any
 
 import pytest
 
+from nxtrain.tools.report.figures import _units
 from nxtrain.tools.report.loss_chart import ASCII, BRAILLE, NARROWEST, ROWS, WIDEST, Style, loss_chart, main, style_for
+from nxtrain.tools.report.run import read_run
+from nxtrain.train.kto import Kto
+from nxtrain.train.preferences import Preferences
+from tests.support.run_folders import record, write_run
 
 
 def falling(steps: int = 1000, every: int = 10, evaluated: Sequence[int] = (550, 1000)) -> list[dict[str, Any]]:
@@ -126,3 +131,16 @@ def test_a_folder_that_is_no_run_is_named(tmp_path: Path, capsys: pytest.Capture
     assert f"error: {tmp_path / 'metrics.jsonl'} cannot be read: no such file" in capsys.readouterr().err
     assert main([]) == 2
     assert "usage: python -m nxtrain.tools.report.loss_chart RUN" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("counted", "unit"),
+    [(Preferences.sums[1], "mean of the pairs"), (Kto.sums[1], "mean of the answers"), ("targets", "nats per token")],
+)
+def test_the_unit_of_the_loss_is_that_of_the_objective(tmp_path: Path, counted: str, unit: str) -> None:
+    records = [record(step, **{counted: 8}) for step in (1, 2)]
+    assert loss_chart(records, 80, ASCII).startswith(f"loss ({unit}): ")
+    of_tokens = read_run(write_run(tmp_path / "tokens", records=[record(step) for step in (1, 2)]))
+    run = read_run(write_run(tmp_path / "run", records=records))
+    assert _units([run, run]) == unit
+    assert _units([run, of_tokens]) == " or ".join(dict.fromkeys([unit, "nats per token"]))
