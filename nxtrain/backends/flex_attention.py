@@ -96,9 +96,9 @@ def failure(attend: Attend, device: torch.device, dtype: torch.dtype, head_size:
     positions = torch.arange(length, device=device)
     first = torch.where(positions < begin, 0, begin).unsqueeze(0)
     try:
-        out = attend(*given, first)
+        out = attend(given[0], given[1], given[2], first)
         actual = [out.detach(), *torch.autograd.grad(out, given, out.detach())]
-        expected = _masked(*exact, first)
+        expected = _masked(exact[0], exact[1], exact[2], first)
         wanted = [expected.detach(), *torch.autograd.grad(expected, exact, expected.detach())]
         errors = [relative_error(x, y) for x, y in zip(actual, wanted, strict=True)]
         worst = float(torch.stack(errors).max())
