@@ -52,6 +52,13 @@ def misplaced(mask: Any, first: Tensor) -> list[str]:
     return problems
 
 
+@pytest.fixture
+def needs_backward() -> None:
+    """Skip a test where CPUs have no backward pass; tests/device holds GPUs, which have one, to the same formula."""
+    if not has_backward():
+        pytest.skip(f"FlexAttention of torch {torch.__version__} has no backward pass on CPUs; runs with torch 2.9")
+
+
 def has_backward() -> bool:
     """True if FlexAttention has a backward pass on CPUs, which torch 2.15 refuses."""
     x = torch.ones(1, 1, 1, 16, requires_grad=True)
@@ -75,10 +82,9 @@ def test_blocks_are_those_with_a_key_that_a_query_sees(length: int) -> None:
             assert misplaced(block_mask(later), first), "blocks too few are noticed"
 
 
+@pytest.mark.usefixtures("needs_backward")
 @pytest.mark.parametrize("window", [None, 100])
 def test_documents_get_the_attention_of_the_formula_and_its_gradients(window: int | None) -> None:
-    if not has_backward():  # GPUs have one, and tests/device holds documents there to the same formula
-        pytest.skip(f"FlexAttention of torch {torch.__version__} has no backward pass on CPUs")
     torch._dynamo.reset()
     rng, generator = Random(3), torch.Generator().manual_seed(3)
     for length, kv_heads in ((129, 2), (300, 4)):
@@ -138,10 +144,9 @@ def not_a_number(q: Tensor, k: Tensor, v: Tensor, first: Tensor) -> Tensor:
     return flex_attention(q, k, v, first) * float("nan")
 
 
+@pytest.mark.usefixtures("needs_backward")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_trial_compares_output_and_gradients_with_the_formula(dtype: torch.dtype) -> None:
-    if not has_backward():
-        pytest.skip(f"FlexAttention of torch {torch.__version__} has no backward pass on CPUs")
     device = torch.device("cpu")
     assert failure(flex_attention, device, dtype, 16) == ""
     for attend in (one_document, shifted_documents, keys_without_gradient, not_a_number):

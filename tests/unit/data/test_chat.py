@@ -265,8 +265,6 @@ def test_tools_and_calls_are_written_as_transformers_writes_them(
 def test_json_of_hugging_faces_datasets_is_decoded(folder: Path, tmp_path: Path, kind: str, whole: bool) -> None:
     """Turns are JSON as a whole, or only the arguments of calls are."""
     datasets = pytest.importorskip("datasets", reason="no datasets: it comes with lm_eval")
-    if not hasattr(datasets, "Json"):
-        pytest.skip("this release of datasets has no JSON")
     configure(folder, TOOLED)
     talks = [[TALK[1], {**TALK[2], "tool_calls": [call]}] for call in CALLS]
     text, turn = datasets.Value("string"), datasets.Json()
