@@ -239,11 +239,11 @@ class NumericsGuard:
         if not mismatches:
             return f"others found it, see {self._votes.file}"
         named: dict[int, int] = {}
-        for dissent in mismatches:
-            if dissent.first == self._state.mesh.rank:
-                line = {"step": step, "ranks": dissent.ranks, "tensors": dissent.tensors, "attempt": self._attempt}
+        for mismatch in mismatches:
+            if mismatch.first == self._state.mesh.rank:
+                line = {"step": step, "ranks": mismatch.ranks, "tensors": mismatch.tensors, "attempt": self._attempt}
                 self._append(self._votes, line)
-            named.update({rank: before[rank] for rank in dissent.ranks})
+            named.update({rank: before[rank] for rank in mismatch.ranks})
         again: list[str] = []
         for rank, times in named.items():
             often = "once" if times == 1 else f"{times} times"
