@@ -19,6 +19,7 @@ from nxtrain.common.errors import CheckpointError, NxtrainError
 from nxtrain.common.io.checksummed_file import FileDigest
 from nxtrain.common.io.object_store import Location, ObjectStore, content_of, location_of, open_store
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
+from nxtrain.config.model_folder import COMPANIONS
 
 _CORRUPT = "meta.corrupt.json"
 """New name of `meta.json` in a quarantined checkpoint of the mirror."""
@@ -74,8 +75,8 @@ class Mirror:
         self.store.upload(f"{_folder(step)}/{file.name}", file, stored)
 
     def finish(self, step: int, checkpoint: Path) -> None:
-        """Complete the upload of a checkpoint: copy the tokenizer, the manifest and `meta.json`, in this order."""
-        for name in (directory.TOKENIZER, directory.MANIFEST, directory.META):
+        """Complete the upload of a checkpoint: copy the tokenizer's files, the manifest and `meta.json`, in order."""
+        for name in (*COMPANIONS, directory.MANIFEST, directory.META):
             if (checkpoint / name).exists():
                 self.store.put(f"{_folder(step)}/{name}", content_of(checkpoint / name))
 

@@ -17,7 +17,7 @@ from nxtrain.common.distributed.agreement import StorageScope
 from nxtrain.common.errors import CheckpointError, NxtrainError
 from nxtrain.common.io.atomic import write_durably
 from nxtrain.common.io.checksummed_file import FileDigest, verify
-from nxtrain.common.io.regular import read_bytes
+from nxtrain.config.model_folder import tokenizer_files
 
 
 def write_state(
@@ -101,13 +101,13 @@ def write(
 
 
 def _seal(files: Mapping[str, FileDigest], staged: Staged, meta: Meta, tokenizer: Path | None) -> dict[str, bytes]:
-    """Content of the tokenizer, the manifest and `meta.json` of a checkpoint, by name, in the order of writing."""
+    """Contents of a checkpoint's tokenizer and its companions, manifest and `meta.json`, by name, in this order."""
     listed = CheckpointManifest(files=dict(sorted(files.items())), tensors=staged.joint.tensors)
     manifest = listed.model_dump_json().encode()
     sealed = meta.model_copy(update={"manifest_crc32": zlib.crc32(manifest)}).sealed()
     content: dict[str, bytes] = {}
     if tokenizer:
-        content[directory.TOKENIZER] = read_bytes(tokenizer)
+        content |= tokenizer_files(tokenizer.parent, tokenizer.name)
     content[directory.MANIFEST] = manifest
     content[directory.META] = sealed.encode()
     return content

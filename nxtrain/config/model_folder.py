@@ -15,6 +15,7 @@ from typing import Any
 
 from nxtrain.common.errors import ConfigError, Problem, StorageError, cause_of
 from nxtrain.common.io.hub import SCHEME, HubName, is_offline, model_named
+from nxtrain.common.io.object_store import Location, content_of
 from nxtrain.common.io.regular import read_bytes
 from nxtrain.common.process.console import standard_error
 from nxtrain.common.process.placement import Placement
@@ -29,11 +30,13 @@ SHAPE = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+GENERATION_CONFIG = "generation_config.json"
 
 COMPANIONS = (
-    "generation_config.json",
+    GENERATION_CONFIG,
     TOKENIZER,
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "chat_template.jinja",
 )
@@ -41,6 +44,22 @@ COMPANIONS = (
 
 _PICKLED = (".bin", ".pth", ".pt")
 """Endings of files with pickled weights, which nxtrain does not read."""
+
+
+def tokenizer_files(folder: Location, tokenizer: str = TOKENIZER) -> dict[str, bytes]:
+    """Read a tokenizer and the companions in a folder, such as the chat template.
+
+    Args:
+        tokenizer: Name of the tokenizer's file.
+
+    Returns:
+        The contents by name, with `tokenizer.json` as the name of the tokenizer.
+    """
+    files = {TOKENIZER: content_of(folder / tokenizer)}
+    for name in COMPANIONS:
+        if name != TOKENIZER and (folder / name).is_file():
+            files[name] = content_of(folder / name)
+    return files
 
 
 def with_commit(config: RunConfig) -> RunConfig:

@@ -14,6 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nxtrain.common.errors import DataError, cause_of
+from nxtrain.common.io.object_store import Location, content_of
 from nxtrain.common.io.regular import read_bytes
 from nxtrain.data.storage import Tokens, replacing, unreadable
 
@@ -177,16 +178,16 @@ def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 def declared_end(file: Path) -> str:
     """End-of-document token in the `tokenizer_config.json` next to a tokenizer; empty if not declared."""
-    return declared_token(file, "eos_token")
+    return declared_token(file.parent, "eos_token")
 
 
-def declared_token(file: Path, role: str) -> str:
-    """Token with a role, such as `bos_token`, in the `tokenizer_config.json` next to a tokenizer; empty if absent."""
-    config = file.with_name("tokenizer_config.json")
+def declared_token(folder: Location, role: str) -> str:
+    """Token with a role, such as `bos_token`, in the `tokenizer_config.json` of a folder; empty if absent."""
+    config = folder / "tokenizer_config.json"
     declared = None
     try:
-        if config.exists():
-            declared = json.loads(read_bytes(config)).get(role)
+        if config.is_file():
+            declared = json.loads(content_of(config)).get(role)
     except OSError as error:
         raise unreadable(f"data.tokenizer: {config}", error) from error
     except (RecursionError, ValueError) as error:

@@ -12,7 +12,7 @@ from nxtrain.common.io.hub import model_named
 from nxtrain.common.io.object_store import Location, content_of
 from nxtrain.common.io.regular import read_bytes
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
-from nxtrain.config.model_folder import whole_folder
+from nxtrain.config.model_folder import tokenizer_files, whole_folder
 from nxtrain.config.schema import RunConfig
 from nxtrain.data.storage import replacing
 from nxtrain.data.tokenization import KnownTokenizer
@@ -109,22 +109,23 @@ def _newest(address: str) -> list[Location]:
 
 
 def _of_checkpoint(checkpoint: Location, workdir: Path, origin: str) -> KnownTokenizer | None:
-    file = checkpoint / directory.TOKENIZER
+    """Copy a checkpoint's tokenizer and its companions to a folder; None if the checkpoint has no valid tokenizer."""
     try:
         meta = read_meta(checkpoint)
-        if not file.is_file():
+        if not (checkpoint / directory.TOKENIZER).is_file():
             return None
-        content = content_of(file)
+        files = tokenizer_files(checkpoint)
     except (CheckpointError, OSError):
         return None
-    identity = fingerprint([content])
-    if not content or meta.tokenizer_fingerprint not in {"", identity}:
+    content = files[directory.TOKENIZER]
+    if not content or meta.tokenizer_fingerprint not in {"", fingerprint([content])}:
         return None
-    copy = workdir / f"tokenizer-of-weights-{identity}.json"
-    if not copy.exists():
-        with replacing(copy) as out:
-            out.write(content)
-    return KnownTokenizer(copy, origin, meta.end_of_text)
+    folder = workdir / f"tokenizer-of-weights-{fingerprint(files.values())}"
+    for name, copied in files.items():
+        if not (folder / name).exists():
+            with replacing(folder / name) as out:
+                out.write(copied)
+    return KnownTokenizer(folder / directory.TOKENIZER, origin, meta.end_of_text)
 
 
 def _of_hf(folder: Path, allow_drift: Iterable[str]) -> KnownTokenizer | None:

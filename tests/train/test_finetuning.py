@@ -23,6 +23,7 @@ from nxtrain.checkpoint.convert.verify_export import open_model
 from nxtrain.common.run_folder import ADAPTER_DIR, CHECKPOINTS_DIR, METRICS_FILE
 from nxtrain.data.tokenization import train_bpe
 from nxtrain.tools.eval.generate import Sampling
+from nxtrain.tools.eval.trained import Trained
 from tests.support import ROOT
 from tests.support.commands import in_process, output_of
 from tests.support.generated_docs import blocks
@@ -206,6 +207,43 @@ def test_merged_weights_are_those_of_peft(folder: Folder, tmp_path: Path) -> Non
     }
     assert moved == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert (tmp_path / "merged" / directory.TOKENIZER).is_file()
+
+
+def test_a_tuned_model_is_asked_as_its_base_was(tmp_path: Path) -> None:
+    """Each form of a fully tuned model keeps the base's chat template, special tokens and generation settings."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+
+    folder = Folder(tmp_path)
+    given = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder.base / directory.TOKENIZER),
+        eos_token="<|endoftext|>",
+        pad_token="!",
+        chat_template="{% for turn in messages %}[{{ turn['role'] }}]{{ turn['content'] }}{{ eos_token }}{% endfor %}",
+    )
+    made = (folder.base / directory.TOKENIZER).read_bytes()
+    given.save_pretrained(folder.base)
+    (folder.base / directory.TOKENIZER).write_bytes(made)  # the file of which the corpus knows the fingerprint
+    GenerationConfig(eos_token_id=[0, 7], pad_token_id=5, temperature=0.6, do_sample=True).save_pretrained(folder.base)
+    mirror = f"checkpoint.mirror={tmp_path / 'mirror'}"
+    folder.train("tuned", mirror, "train.steps=2", "checkpoint.every=1")
+    talk = [{"role": "user", "content": "1 plus 2 is"}, {"role": "assistant", "content": "3"}]
+    asked = AutoTokenizer.from_pretrained(folder.base).apply_chat_template(talk, tokenize=False)
+    settings = GenerationConfig.from_pretrained(folder.base).to_dict()
+    for file in folder.base.iterdir():
+        if file.name != "config.json":
+            file.unlink()
+    resumed = f"checkpoint.resume={tmp_path / 'mirror'}"
+    folder.train("resumed", resumed, "train.steps=3")
+    assert in_process("convert", "average", tmp_path / "tuned", tmp_path / "mean")[0] == 0
+    for name in ("tuned", "mirror", "resumed", "mean"):
+        exported = tmp_path / f"{name}-hf"
+        assert in_process("convert", "nxtrain-to-hf", tmp_path / name, exported)[0] == 0, name
+        tokenizer = AutoTokenizer.from_pretrained(exported)
+        assert tokenizer.apply_chat_template(talk, tokenize=False) == asked, name
+        assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|endoftext|>", "!"), name
+        assert GenerationConfig.from_pretrained(exported).to_dict() == settings, name
+        assert AutoConfig.from_pretrained(exported).eos_token_id == [0, 7], name
+        assert Trained.find(str(tmp_path / name)).ends == Trained.find(str(exported)).ends == {0, 7}, name
 
 
 def test_an_adapter_of_peft_is_the_beginning_of_a_run(folder: Folder, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.checkpoint import directory
-from nxtrain.checkpoint.convert.hf import CHECKPOINT_FILES, GENERATION_CONFIG, refuse_to_overwrite
+from nxtrain.checkpoint.convert.hf import CHECKPOINT_FILES, refuse_to_overwrite
 from nxtrain.checkpoint.convert.hf_folder import CONFIG
 from nxtrain.checkpoint.load import open_checkpoint, read_shards, whole_weights
 from nxtrain.checkpoint.meta import Meta
@@ -25,9 +25,10 @@ from nxtrain.checkpoint.shards import MODEL, TensorShard
 from nxtrain.checkpoint.staging import LazyTensors, Staged
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.errors import CheckpointError, ConfigError
-from nxtrain.common.io.object_store import Location, content_of
+from nxtrain.common.io.object_store import Location
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
+from nxtrain.config.model_folder import GENERATION_CONFIG, tokenizer_files
 from nxtrain.optim.adamw import EMA
 
 _EQUAL = ("family", "config", "dtype", "adapter", "base_fingerprint", "tokenizer_fingerprint")
@@ -144,12 +145,11 @@ def _write(dst: Path, weights: LazyTensors, source: Location, meta: Meta) -> Non
 
 @contextmanager
 def _tokenizer(source: Location) -> Iterator[Path | None]:
-    """Context with a local copy of a checkpoint's tokenizer; None if the checkpoint has no tokenizer."""
-    file = source / directory.TOKENIZER
-    if not file.is_file():
+    """Context with a local copy of a checkpoint's tokenizer and its companions; None without a tokenizer."""
+    if not (source / directory.TOKENIZER).is_file():
         yield None
         return
     with TemporaryDirectory() as folder:
-        local = Path(folder) / directory.TOKENIZER
-        local.write_bytes(content_of(file))
-        yield local
+        for name, content in tokenizer_files(source).items():
+            (Path(folder) / name).write_bytes(content)
+        yield Path(folder) / directory.TOKENIZER

@@ -35,16 +35,24 @@ from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.errors import CheckpointError, ConfigError, DamagedError, refused
 from nxtrain.common.family import BuildContext, ModelConfig, ModelFamily, find_family
 from nxtrain.common.io.atomic import write_durably
-from nxtrain.common.io.object_store import Location, content_of
+from nxtrain.common.io.object_store import Location
 from nxtrain.common.io.regular import read_bytes
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import ParamTable
-from nxtrain.config.model_folder import COMPANIONS, INDEX, WEIGHTS
+from nxtrain.config.model_folder import (
+    COMPANIONS,
+    GENERATION_CONFIG,
+    INDEX,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    WEIGHTS,
+    tokenizer_files,
+)
 from nxtrain.data.tokenization import declared_end
 from nxtrain.parallel.native import NativeLayers
 from nxtrain.parallel.regions import TensorParallel
 
-CHECKPOINT_FILES = (directory.META, directory.TOKENIZER, directory.MANIFEST, directory.VERIFIED, "rank-*.safetensors")
+CHECKPOINT_FILES = (directory.META, *COMPANIONS, directory.MANIFEST, directory.VERIFIED, "rank-*.safetensors")
 """Name patterns of the files in a checkpoint's folder."""
 
 _EXPORTED_FILES = (
@@ -53,7 +61,6 @@ _EXPORTED_FILES = (
     "model*.safetensors",
     *COMPANIONS,
 )
-GENERATION_CONFIG = "generation_config.json"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _BEGIN = ("<|begin_of_text|>", "<s>")
 _END = ("<|endoftext|>", "<|end_of_text|>", "</s>")
@@ -123,11 +130,8 @@ def nxtrain_to_hf(
     with new_folder(dst) as out:
         given = whole_weights(manifest), partial(read_shards, checkpoint, manifest)
         _write_weights(*stacked(*given, family.dimensions(config).mixture), out, max_shard_bytes)
-        special = _copy_tokenizer(checkpoint / directory.TOKENIZER, out, meta.end_of_text)
-        ids = {f"{role}_token_id": token and token[1] for role, token in special.items()}
-        ids_of_text = {key: value for key, value in ids.items() if value is not None}
-        write_json(out / CONFIG, {**family.to_hf(config, meta.dtype), **ids, **meta.settings.get(CONFIG, {})})
-        write_json(out / GENERATION_CONFIG, {**ids_of_text, **meta.settings.get(GENERATION_CONFIG, {})})
+        ids = _write_tokenizer(checkpoint, out, meta)
+        write_json(out / CONFIG, {**family.to_hf(config, meta.dtype), **ids})
     return checkpoint
 
 
@@ -189,25 +193,42 @@ def _split(chunks: Sequence[TensorShard], max_bytes: int) -> Iterator[list[Tenso
     yield file
 
 
-def _copy_tokenizer(file: Location, out: Path, end: str) -> dict[str, tuple[str, int] | None]:
-    """Copy a tokenizer to a Hugging Face folder; return its begin-of-text and end-of-text tokens and ids, if any."""
-    if not file.is_file():
-        return {"bos": None, "eos": None}
-    content = content_of(file)
+def _write_tokenizer(checkpoint: Location, out: Path, meta: Meta) -> dict[str, Any]:
+    """Write a checkpoint's tokenizer and its companions to a Hugging Face folder.
+
+    Companions that the checkpoint does not have are made of the names of the tokenizer's special tokens.
+
+    Returns:
+        Ids of special tokens for `config.json`, by key; None for a token that the tokenizer does not have.
+    """
+    files: dict[str, bytes] = {}
+    if (checkpoint / TOKENIZER).is_file():
+        files = tokenizer_files(checkpoint)
     try:
-        added = {str(t["content"]): int(t["id"]) for t in json.loads(content)["added_tokens"]}
-    except (KeyError, RecursionError, TypeError, ValueError) as error:
-        raise DamagedError(f"{file}", f"it is not a Hugging Face tokenizer: {error!r}") from error
-    special: dict[str, tuple[str, int] | None] = {"bos": None, "eos": None}
-    for role, names in (("bos", _BEGIN), ("eos", (end, *_END))):
+        added: dict[str, int] = {}
+        if files:
+            added = {str(token["content"]): int(token["id"]) for token in json.loads(files[TOKENIZER])["added_tokens"]}
+        generation = json.loads(files.get(GENERATION_CONFIG, b"{}"))
+        declared = {key: generation[key] for key in _IDS if generation.get(key) is not None}
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        reason = f"its tokenizer or {GENERATION_CONFIG} is not in the format of Hugging Face: {error!r}"
+        raise DamagedError(f"{checkpoint}", reason) from error
+    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+    tokens: dict[str, str] = {}
+    for role, names in (("bos", _BEGIN), ("eos", (meta.end_of_text, *_END))):
         for name in names:
             if name in added:
-                special[role] = (name, added[name])
+                ids[f"{role}_token_id"] = added[name]
+                tokens[f"{role}_token"] = name
                 break
-    (out / directory.TOKENIZER).write_bytes(content)
-    tokens = {f"{role}_token": token[0] for role, token in special.items() if token}
-    write_json(out / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **tokens})
-    return special
+    for name, content in files.items():
+        (out / name).write_bytes(content)
+    if files and TOKENIZER_CONFIG not in files:
+        write_json(out / TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", **tokens})
+    if GENERATION_CONFIG not in files:
+        known = {key: value for key, value in ids.items() if value is not None}
+        write_json(out / GENERATION_CONFIG, {**known, **meta.settings.get(GENERATION_CONFIG, {})})
+    return {**ids, **declared, **meta.settings.get(CONFIG, {})}
 
 
 @contextmanager

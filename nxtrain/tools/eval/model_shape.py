@@ -11,10 +11,10 @@ from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.common.errors import ConfigError, NxtrainError, cause_of
 from nxtrain.common.family import ModelConfig, ModelFamily, find_family
-from nxtrain.common.io.object_store import content_of, location_of
+from nxtrain.common.io.object_store import Location, content_of, location_of
+from nxtrain.config.model_folder import GENERATION_CONFIG
 
 CONFIG = "config.json"
-_GENERATION_CONFIG = "generation_config.json"
 
 
 def is_hf_folder(location: Path, config: str = CONFIG) -> bool:
@@ -38,16 +38,28 @@ def read_hf(location: Path) -> tuple[ModelFamily, ModelConfig, frozenset[int]]:
     try:
         content: Mapping[str, Any] = json.loads(content_of(location / CONFIG))
         family = find_family(str(content["model_type"]))
-        ends = _ends_of(content)
-        generation = location / _GENERATION_CONFIG
-        if generation.is_file():  # the ids at which transformers ends a text
-            ends |= _ends_of(json.loads(content_of(generation)))
+        ends = _ends_of(content) | generation_ends(location)
         return family, family.from_hf(content), ends
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         reason = repr(error)
         if isinstance(error, RecursionError | ValueError):
             reason = cause_of(error)
         raise ConfigError(f"{location / CONFIG} is no configuration of a model: {reason}") from error
+
+
+def generation_ends(location: Location) -> frozenset[int]:
+    """Ids at which transformers ends a text, from the `generation_config.json` of a folder; empty without the file.
+
+    Raises:
+        ConfigError: The file is invalid.
+    """
+    file = location / GENERATION_CONFIG
+    if not file.is_file():
+        return frozenset()
+    try:
+        return _ends_of(json.loads(content_of(file)))
+    except (AttributeError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{file} is no configuration of Hugging Face: {cause_of(error)}") from error
 
 
 def _ends_of(content: Mapping[str, Any]) -> frozenset[int]:

@@ -21,7 +21,7 @@ from nxtrain.common.family import CausalLM, ModelConfig, ModelFamily
 from nxtrain.common.io.object_store import Location, content_of, location_of
 from nxtrain.common.mesh import Mesh
 from nxtrain.data.tokenization import declared_end, declared_token, end_ids
-from nxtrain.tools.eval.model_shape import CONFIG, is_hf_folder, read_hf
+from nxtrain.tools.eval.model_shape import CONFIG, generation_ends, is_hf_folder, read_hf
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Trained:
             if tokenizer is not None:
                 declared |= end_ids(tokenizer)
                 file = location / directory.TOKENIZER
-                prefix = _prefix(tokenizer, declared_token(file, "bos_token"), declared_end(file))
+                prefix = _prefix(tokenizer, declared_token(location, "bos_token"), declared_end(file))
             return Trained(location, True, family, config, tokenizer, declared, identity=identity, prefix=prefix)
         if isinstance(location, Path) and is_hf_folder(location, ADAPTER_CONFIG):
             hint = f"make a whole model of it: nxtrain convert peft-to-hf {location} DST --base DIR"
@@ -77,11 +77,12 @@ class Trained:
         ends: frozenset[int] = frozenset()
         prefix = None
         if tokenizer is not None:
-            ends = end_ids(tokenizer)
+            ends = end_ids(tokenizer) | generation_ends(location)
             end = tokenizer.token_to_id(meta.end_of_text) if meta.end_of_text else None
             if end is not None:
                 ends |= {end}
-            prefix = _prefix(tokenizer, "", meta.end_of_text)
+            begin = declared_token(location, "bos_token")
+            prefix = _prefix(tokenizer, begin, meta.end_of_text)
         # The manifest has the checksums of all tensors.
         identity = f"{meta.step}-{meta.manifest_crc32:08x}"
         return Trained(location, False, family, config, tokenizer, ends, meta.step, meta.tokens, identity, prefix)
