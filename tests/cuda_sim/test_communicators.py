@@ -191,7 +191,7 @@ LAYOUTS = [*covering_array(1, 16), *covering_array(2, 16, cp=True)]
 EXPERTS = covering_array(3, 16, ep=True)
 
 
-@pytest.mark.parametrize("degrees", [*one_in(5, LAYOUTS), *one_in(40, EXPERTS)], ids=str)
+@pytest.mark.parametrize("degrees", [*one_in(8, LAYOUTS), *one_in(60, EXPERTS)], ids=str)
 def test_all_ranks_make_equal_calls_and_none_waits_for_ever(gpu: SimulatedGpu, degrees: Degrees) -> None:
     """With experts divided over ranks as well, if these have a capacity."""
     assert gpu.run(judged, degrees.world, tables_of(degrees)) == ([], {}, [])

@@ -30,7 +30,7 @@ def block_pass() -> Record:
     return record
 
 
-@pytest.mark.parametrize("architecture", [80, 100, pytest.param(90, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("architecture", [100, *(pytest.param(number, marks=pytest.mark.slow) for number in (80, 90))])
 def test_kernels_of_a_compiled_block_are_built_for_the_architecture(tmp_path: Path, architecture: int) -> None:
     caches = {f"{name}_CACHE_DIR": str(tmp_path / name) for name in ("TORCHINDUCTOR", "TRITON")}
     device = {"CUDA_SIM_CAPABILITY": str(architecture), "CUDA_SIM_NAME": NAMES[architecture]}

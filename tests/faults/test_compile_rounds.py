@@ -132,7 +132,7 @@ def test_a_script_that_shows_nothing_is_no_success(env: dict[str, str]) -> None:
         compiled(env, "step 1:")
 
 
-@pytest.mark.parametrize("kind", ["memory", "worker"])
+@pytest.mark.parametrize("kind", ["worker", pytest.param("memory", marks=pytest.mark.slow)])
 def test_compilers_that_were_killed_are_fewer_next_time(
     env: dict[str, str], kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

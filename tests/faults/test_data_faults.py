@@ -332,7 +332,9 @@ def test_a_file_of_ranks_that_is_none_is_damage_and_holds_nobody_up(
     assert course(tmp_path / "run") == straight
 
 
-@pytest.mark.parametrize("kind", SPECIAL_KINDS)
+@pytest.mark.parametrize(
+    "kind", ["a FIFO", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("a socket", "a device"))]
+)
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "manifest.json", "tokenizer.json", "meta.json"])
 def test_generation_waits_for_no_file_that_is_none(tmp_path: Path, name: str, kind: str) -> None:
     overrides = write_text(tmp_path)

@@ -14,7 +14,7 @@ from nxtrain.data.arrow import preparation
 from tests.support import commands
 from tests.support.corpora import contents, documents, write_corpus, write_tokenizer
 
-KILLS = 4
+KILLS = 3
 
 
 def make_small_batches() -> None:
@@ -39,7 +39,7 @@ def finish(folder: Path, source: Path, *options: str) -> None:
 def test_a_killed_preparation_goes_on_and_gives_the_same_bytes(options: tuple[str, ...], tmp_path: Path) -> None:
     if options == ("--tokenizer",):
         options = ("--tokenizer", str(write_tokenizer(tmp_path / "tokenizer")))
-    source = write_corpus(tmp_path / "src", "a.jsonl.gz", [text * 12 for text in documents(7000)])
+    source = write_corpus(tmp_path / "src", "a.jsonl.gz", [text * 12 for text in documents(5000)])
     (source.parent / "b.jsonl").write_bytes(b'{"text": 7}\n{"text": "last"}\n')
     folders = [tmp_path / "whole", tmp_path / "killed"]
     for folder in folders:

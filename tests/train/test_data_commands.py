@@ -127,7 +127,7 @@ print(peak - before)
 BOUND_MIB = 80
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet", pytest.param("a.jsonl", marks=pytest.mark.slow)])
 def test_memory_is_bounded_for_a_source_several_times_larger(name: str, tmp_path: Path) -> None:
     line = f"{'some words of a document ' * 160}\n"
     source = write_corpus(tmp_path / "src", name, [f"{number} {line}" for number in range(75_000)], 1000)

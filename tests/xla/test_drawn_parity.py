@@ -60,13 +60,11 @@ for _index, _degrees in enumerate(DIVIDED):
     _drawn = draw("xla-ep-mixtures", SEED, _index, _degrees, xla=True)
     GROUPS.setdefault(f"divided experts on {_degrees.world} devices", []).append(_drawn)
 
-GROUPS_OF_A_RUN = [
-    pytest.param(group, marks=[pytest.mark.slow] * ("4 devices" in group or group.endswith("experts on 3 devices")))
-    for group in GROUPS
-]
+REPEATED = ("4 devices", "experts on 3 devices", "cp on 3 devices")
+GROUPS_OF_A_RUN = [pytest.param(group, marks=[pytest.mark.slow] * group.endswith(REPEATED)) for group in GROUPS]
 """Runs on four devices take as long as all others; `test_parity` has steps of four and eight.
 
-Experts on three devices repeat what those on two prove; ranks of gloo hold every number of them.
+Experts and context parallelism on three devices repeat what those on two prove; ranks of gloo hold every number.
 """
 
 
