@@ -116,9 +116,9 @@ class Environment:
 
 QUIET_PROFILER = Variable(
     "KINETO_LOG_LEVEL",
-    "5",
-    "torch's profiler prints without a GPU, as an error, that it finds none; 5 is above all its lines",
-    "torch 2.9, third_party/kineto/libkineto/src/DeviceProperties.cpp and init.cpp",
+    "6",
+    "torch's profiler prints without a GPU, as an error, that it finds none; 6 is above all its lines",
+    "torch 2.9 and 2.15, third_party/kineto/libkineto/src/DeviceProperties.cpp and init.cpp",
 )
 
 
