@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from statistics import median
 from typing import Any, Literal
@@ -107,27 +107,3 @@ class Stability:
             f"the gradient norm has been above {GROWTH:g} times its lowest for {SUSTAINED} steps: {smoothed:.4g} "
             f"against {self._lowest:.4g}, medians of {SMOOTHED} steps"
         )
-
-
-class AlarmLines:
-    """Lines about alarms for the user: the 1st, 2nd, 4th, 8th alarm of a kind in this start, and so on.
-
-    A norm or a loss that rises and falls by turns raises alarms in the whole run. All of them are in the records.
-    Alarms about routers name different experts, and all are printed.
-    """
-
-    def __init__(self) -> None:
-        self._numbers = Counter[str]()
-
-    def line(self, step: int, kind: str, alarm: str) -> str:
-        """Line about an alarm; empty if the alarm is not printed."""
-        self._numbers[kind] += 1
-        number = self._numbers[kind]
-        line = f"step {step}: {kind}: {alarm}"
-        if kind == "router":
-            return line
-        if number & (number - 1):  # no power of two
-            return ""
-        if number > 1:
-            line += f" (alarm {number} of this kind; the next that is printed is {2 * number}, metrics.jsonl has all)"
-        return line

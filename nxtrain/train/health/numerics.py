@@ -23,7 +23,7 @@ from nxtrain.config.schema import RunConfig
 from nxtrain.metrics.meters import Verdict
 from nxtrain.metrics.routers import Loads, RouterWatch
 from nxtrain.metrics.spikes import NormSpikes
-from nxtrain.metrics.stability import AlarmLines, Stability
+from nxtrain.metrics.stability import Stability
 from nxtrain.train.health.replica_check import ReplicaCheck
 from nxtrain.train.health.rollbacks import Rollbacks
 from nxtrain.train.health.step_history import BadSteps
@@ -94,7 +94,6 @@ class NumericsGuard:
         self.stability, self.spikes = Stability(), NormSpikes(config.metrics.spike_threshold)
         self.routers = RouterWatch()
         self._alarms: list[tuple[int, str, str]] = []
-        self._lines = AlarmLines()
         self._config, self._state = config, state
         self._acts = acts
         self._ranks = Ranks(state.mesh, state.backend.host_group)
@@ -261,9 +260,7 @@ class NumericsGuard:
             if kind == "diverging" and self._config.recovery.on_divergence == "stop":
                 policy = "the run is diverging, recovery.on_divergence=stop"
                 raise DivergedError(f"step {at}: {alarm}; {policy}. {self._remedy(at)}")
-            line = self._lines.line(at, kind, alarm)
-            if line:
-                self._warn(line)
+            self._warn(f"step {at}: {kind}: {alarm}")
             texts.append(f"{kind}: {alarm}" if at == step else f"{kind} at step {at}: {alarm}")
         if len(texts) > MOST_ALARMS:
             texts[MOST_ALARMS:] = [f"{len(texts) - MOST_ALARMS} more"]

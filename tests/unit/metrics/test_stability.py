@@ -8,7 +8,7 @@ import math
 import pytest
 
 from nxtrain.metrics import stability
-from nxtrain.metrics.stability import AlarmLines, Stability
+from nxtrain.metrics.stability import Stability
 
 
 def norms(steps: int, spike_at: int = 0, length: int = 0, factor: float = 10.0) -> list[float]:
@@ -95,18 +95,3 @@ def test_alarms_after_a_checkpoint_are_those_of_the_straight_run(saved: int) -> 
     resumed = {saved + i: kind for i, kind in kinds(values[saved:], after).items()}
     assert resumed == {i: kind for i, kind in kinds(values).items() if i > saved}
     assert dict(kinds(values[saved:]).items()) != resumed or saved == 0
-
-
-def test_alarms_of_a_norm_that_rises_and_falls_are_printed_ever_less_often() -> None:
-    """As the norm of a run that has learned its data by heart; each kind of alarm is counted by itself."""
-    waves = [0.2 * math.exp(1.2 * (1 + math.sin(step / 20))) for step in range(2500)]
-    watch, lines = Stability(), AlarmLines()
-    alarms = [(step, *watch.see(2.0, norm)) for step, norm in enumerate(waves, 1)]
-    raised = [alarm for alarm in alarms if alarm[1]]
-    assert len(raised) >= 16
-    printed = [line for line in (lines.line(*alarm) for alarm in raised) if line]
-    assert len(printed) == len(raised).bit_length()
-    assert printed[0].endswith("medians of 9 steps")
-    assert printed[2].endswith("(alarm 4 of this kind; the next that is printed is 8, metrics.jsonl has all)")
-    assert lines.line(7, "spike", "words") == "step 7: spike: words"
-    assert all(lines.line(step, "router", "words") for step in range(1, 8))

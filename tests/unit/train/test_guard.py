@@ -222,3 +222,18 @@ def test_a_record_names_the_alarms_between_two_records(tmp_path: Path) -> None:
     assert verdict.alarm == "spike at step 31: grad_norm 50 is 50 times the median of 30 steps before it"
     assert verdict.spikes == ((31, 1),)
     assert watch.judge(len(norms), {"loss": 1.0, "grad_norm": 1.0}).alarm == ""
+
+
+def test_every_alarm_is_a_line_also_the_third_of_a_kind(tmp_path: Path) -> None:
+    """The detector alone decides how often the same is said; a line that is left out may be the one that counts."""
+    norms = [1.0] * 20
+    for height in (50.0, 60.0, 70.0, 80.0):
+        norms += [height, *[1.0] * 10]
+    every = [(step, True) for step in range(1, len(norms) + 1)]
+    _, lines = course(tmp_path, norms, every)
+    assert [line.partition("grad_norm ")[2].partition(" ")[0] for line in lines if "spike" in line] == [
+        "50",
+        "60",
+        "70",
+        "80",
+    ]
