@@ -221,7 +221,7 @@ def test_what_pairs_do_not_go_with_is_refused_with_a_way_out(folder: Folder) -> 
     assert "prepare them with nxtrain data prepare --pairs" in folder.train("none", f"data.path={prompts}", code=3)
 
 
-def test_the_recipe_widens_the_margin_and_the_report_shows_it(folder: Folder) -> None:
+def test_the_recipe_widens_the_margin_also_of_held_out_pairs_and_the_report_shows_it(folder: Folder) -> None:
     run = folder.path / "recipe"
     given = (f"run.dir={run}", f"model.hf={folder.base}", f"data.path={folder.corpus}", "metrics.log_every=1")
     quiet = ("metrics.tensorboard=false", "metrics.progress=false")
@@ -231,6 +231,8 @@ def test_the_recipe_widens_the_margin_and_the_report_shows_it(folder: Folder) ->
     margins = [record["reward_margin"] for record in records]
     assert len(records) == 30 and sum(margins[-5:]) > sum(margins[:5]) + 2.5
     assert sum(record["reward_accuracy"] for record in records[-5:]) > 4
+    assert records[-1]["val_reward_accuracy"] == 1
+    assert not any("alarm" in record for record in records) and "warning" not in err
     code, shown, _ = in_process("watch", run, "--once")
     assert code == 0 and "margin " in shown and "accuracy " in shown
     assert in_process("report", run)[0] == 0
