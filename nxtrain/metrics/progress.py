@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 from nxtrain.common.batch_sizes import BatchSizes
 from nxtrain.common.process.console import standard_error
@@ -23,6 +23,9 @@ LINE_COLUMNS = 100
 """Columns of a plain line, unless the console is wider. A wider line has more metrics."""
 
 _WIDEST_BAR, _NARROWEST_BAR = 20, 5
+
+_ELAPSED = len(" 0:00:00")
+"""Columns of the elapsed time."""
 
 _VALUES, _LEFT = "loss 1.2345  val 1.2345  12.3k tokens/s", "0:00:00 left"
 """Sample texts of typical length, from which the width of the bar is computed."""
@@ -54,21 +57,25 @@ def open_progress(
 class ProgressBar:
     """Progress bar on one line of the terminal; other output of the process appears above the bar.
 
-    On a narrow terminal, the elapsed time is omitted, and the bar is shorter or omitted. rich would cut the numbers
-    instead.
+    On a narrow terminal the elapsed time is omitted, and the bar is shorter or omitted. On a narrower one speed,
+    held-out loss, remaining time and loss are omitted, in this order. rich would cut the step first.
     """
 
     def __init__(self, status: Status, total_steps: int, resume_step: int, console: Console, clock: Clock) -> None:
         self._status = status
-        texts = f"step {total_steps}/{total_steps} {_VALUES} {_LEFT}"
-        room = console.width - len(texts) - 1
-        columns: list[ProgressColumn] = [TextColumn("step"), MofNCompleteColumn()]
-        if room >= _NARROWEST_BAR:
-            columns.append(BarColumn(bar_width=min(_WIDEST_BAR, room)))
+        self._total_steps = total_steps
+        self._console = console
+        head = self._head(resume_step)
+        room = console.width - len(f"{self._head(total_steps)} {_VALUES} {_LEFT}") - 1
+        self._bar = BarColumn(bar_width=min(_WIDEST_BAR, room))
+        self._has_bar = room >= _NARROWEST_BAR
+        self._has_elapsed = room >= _WIDEST_BAR + _ELAPSED
+        columns: list[ProgressColumn] = [TextColumn("{task.fields[head]}")]
+        if self._has_bar:
+            columns.append(self._bar)
         columns.append(TextColumn("{task.description}"))
-        if room >= _WIDEST_BAR + len(" 0:00:00"):
+        if self._has_elapsed:
             columns.append(TimeElapsedColumn())
-        self._spare = room - _WIDEST_BAR - len(" 0:00:00")
         self._progress = Progress(
             *columns,
             TextColumn("{task.fields[left]}"),
@@ -77,14 +84,33 @@ class ProgressBar:
             redirect_stdout=sys.stdout.isatty(),  # else the results for a pipe would go to the screen
             refresh_per_second=2,  # the bar shares its cores with the training
         )
-        self._task = self._progress.add_task("starting", total=total_steps, completed=resume_step, left="")
+        self._task = self._progress.add_task("starting", total=total_steps, completed=resume_step, head=head, left="")
         self._progress.start()
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Redraw the bar with the values of a record."""
-        step, values, left = self._status.read(record)
-        values += fitting(details(record), self._spare)
-        self._progress.update(self._task, completed=step, description=values, left=left, refresh=True)
+        step, (loss, *others), left = self._status.read(record)
+        head = self._head(step)
+        room = self._console.width - len(head) - 2  # blanks around the description
+        shown: list[str] = []
+        for text in (loss, left, *(f"  {other}" for other in others)):  # the most important first
+            if len(text) > room:
+                break
+            room -= len(text)
+            shown.append(text)
+        values = "".join(shown[:1] + shown[2:])
+        left = "".join(shown[1:2])
+        if self._has_bar:
+            width = max(0, min(_WIDEST_BAR, room - 1))
+            self._bar.bar_width = width
+            room -= width + 1
+        if self._has_elapsed:
+            room -= max(_ELAPSED, 1 + len(duration(self._status.pace.elapsed_s())))
+            values += fitting(details(record), room)
+        self._progress.update(self._task, completed=step, description=values, head=head, left=left, refresh=True)
+
+    def _head(self, step: int) -> str:
+        return f"step {step}/{self._total_steps}"
 
     def close(self) -> None:
         """Stop redrawing; the last state stays on the screen."""
@@ -114,7 +140,8 @@ class ProgressLines:
         self._next_s = now + LINE_EVERY_S
         if elapsed_s >= LATER_S:
             self._next_s = now + LATER_EVERY_S
-        head, tail = f"step {step}/{self._total_steps}  {values}", f"  {duration(elapsed_s)} {left}".rstrip()
+        head = "  ".join([f"step {step}/{self._total_steps}", *values])
+        tail = f"  {duration(elapsed_s)} {left}".rstrip()
         line = head + fitting(details(record), max(LINE_COLUMNS, self._console.width) - len(head) - len(tail)) + tail
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 

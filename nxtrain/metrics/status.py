@@ -29,14 +29,14 @@ class Status:
         self.pace = Pace(total_steps, sizes, clock=clock)
         self._val_loss: float | None = None
 
-    def read(self, record: Mapping[str, Any]) -> tuple[int, str, str]:
-        """Texts of step, values and remaining time of a record. The last held-out loss is shown until the next."""
+    def read(self, record: Mapping[str, Any]) -> tuple[int, list[str], str]:
+        """Step, texts of values and remaining time of a record. The last held-out loss is shown until the next."""
         step = int(record["step"] or 0)
         self._val_loss = record.get("val_loss", self._val_loss)
-        values = f"loss {record['loss']:.4f}"
+        values = [f"loss {record['loss']:.4f}"]
         if self._val_loss is not None:
-            values += f"  val {self._val_loss:.4f}"
-        values += f"  {short(record['tokens_per_s'] or 0.0)} tokens/s"
+            values.append(f"val {self._val_loss:.4f}")
+        values.append(f"{short(record['tokens_per_s'] or 0.0)} tokens/s")
         left = ""
         eta_s = self.pace.eta_s(step)
         if eta_s is not None:

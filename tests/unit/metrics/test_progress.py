@@ -122,6 +122,24 @@ def test_a_narrow_terminal_has_every_number_and_a_shorter_bar(
     assert len(last) <= width
 
 
+@pytest.mark.parametrize("width", [24, 30, 40, 50, 60, 72, 80, 100, 130])
+@pytest.mark.parametrize("total", [50, 1_000_000])
+def test_no_terminal_cuts_a_number(log: io.StringIO, clock: FakeClock, width: int, total: int) -> None:
+    """A run of many steps has days left; what does not fit is left out whole, and the step last of all."""
+    console = Console(file=log, force_terminal=True, width=width, color_system=None)
+    shown = open_progress(total, 0, console=console, clock=clock)
+    for step in (total // 2 - 10, total // 2):
+        clock.now += 100.0
+        shown.log(record(step, loss=4.5, val_loss=4.25, **MEASURED))
+    shown.close()
+    last = log.getvalue().rsplit("\x1b[2K", 1)[1].partition("\n")[0]
+    assert f"step {total // 2}/{total}" in last and "\u2026" not in last
+    assert len(last) <= width
+    texts = ["loss 4.5000", " left", "val 4.2500", "12.3k tokens/s"]
+    kept = [text in last for text in texts]
+    assert kept == sorted(kept, reverse=True), "the most important stay"
+
+
 def test_a_line_of_another_part_of_the_process_stands_above_the_bar(
     log: io.StringIO, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
