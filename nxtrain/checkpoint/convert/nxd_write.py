@@ -183,7 +183,7 @@ class _Writer:
         if self._has_master and not self.zero1 and self.meta.dtype != "float32":
             problems.append("NeuronX Distributed keeps float32 master weights with ZeRO-1 only; use --zero1")
         if problems:
-            hint = "or convert only the weights: --weights-only"
+            hint = "convert only the weights by --weights-only"
             raise ConfigError([Problem("", f"{self.src}: {problem}", hint=hint) for problem in problems])
 
     @property

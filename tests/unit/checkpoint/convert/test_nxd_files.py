@@ -265,8 +265,9 @@ def test_what_nxd_has_no_place_for_is_refused(
     tmp_path: Path, shape: str, kinds: Mapping[str, torch.dtype], target: NxdTarget, words: str
 ) -> None:
     src = saved(tmp_path, shape, kinds)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words) as refusal:
         nxtrain_to_nxd(src, tmp_path / "nxd", target, rates=RATES)
+    assert not any(problem.hint.startswith("or ") for problem in refusal.value.problems), "a hint is a sentence"
     assert not (tmp_path / "nxd").exists()
 
 
