@@ -30,7 +30,7 @@ GPU = "nvidia.com/gpu"
 """Kubernetes resource name of a GPU, as registered by NVIDIA's device plugin."""
 
 PRICED = "on demand, N. Virginia, 2025-02 (AWS slides on foundation models)"
-UNPRICED = "no price is recorded for this instance: AWS sells it by Capacity Block or region; give one with --price"
+UNPRICED = "no price is recorded for this machine; give one with --price"
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,9 @@ def test_every_source_is_used() -> None:
 
 def test_prices_have_a_date_and_other_machines_the_reason_for_their_absence() -> None:
     for machine in MACHINES.values():
-        wanted = r"2025-02" if machine.price_usd_h else r"no price is recorded .* give one with --price"
+        wanted = (
+            r"2025-02" if machine.price_usd_h else r"^no price is recorded for this machine; give one with --price$"
+        )
         assert re.search(wanted, machine.price_note)
 
 
