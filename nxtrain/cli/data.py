@@ -239,6 +239,9 @@ def teach(
     k: Annotated[int, integer(help="Most likely tokens for each target.")] = 32,
 ) -> None:
     """Write a teacher's most likely tokens for each target of a token file, for distillation."""
+    from nxtrain.cli.inference import EVAL_TOKENS, start_with_threads
+
+    start_with_threads(model, "", tokens=EVAL_TOKENS)
     from nxtrain.tools.eval.teach import teach
 
     teach(model, rows, out, k)

@@ -24,7 +24,7 @@ GENERATE_EPILOG = 'Example: nxtrain generate runs/demo --prompt "def " --max-new
 EVAL_EPILOG = "Example: nxtrain eval runs/demo --all; nxtrain eval runs/demo --tasks recipe"
 
 EVAL_TOKENS = 1024
-"""Typical number of tokens that an evaluation computes in one forward pass, for the choice of threads."""
+"""Typical number of tokens that an evaluation or a teacher computes in one forward pass, for the choice of threads."""
 
 Seed = Annotated[int, integer(-MAX_INT, MAX_INT, help="Start of the randomness.")]
 
@@ -64,7 +64,7 @@ def generate(
     Under torchrun, the ranks shard the model by tensor parallelism, and rank 0 prints.
     """
     checkpoint = _on_storage(checkpoint)
-    placement = _start_anew(checkpoint, visible_cores, tokens=len(prompt))
+    placement = start_with_threads(checkpoint, visible_cores, tokens=len(prompt))
     from nxtrain.common.process.console import standard_error
     from nxtrain.tools.eval.generate import GenerateRequest, Sampling
     from nxtrain.tools.eval.generate import generate as continue_texts
@@ -157,7 +157,7 @@ def evaluate(
             f"--reference {reference} is for pairs of answers only; give their file by --pairs FILE.arrow"
         )
     checkpoint = _on_storage(checkpoint)
-    placement = _start_anew(checkpoint, visible_cores, tokens=EVAL_TOKENS)
+    placement = start_with_threads(checkpoint, visible_cores, tokens=EVAL_TOKENS)
     from nxtrain.common.process.console import standard_error
     from nxtrain.tools.eval.command import Options, table
     from nxtrain.tools.eval.command import evaluate as evaluate_checkpoints
@@ -204,7 +204,7 @@ def _name_source(address: str, model: Trained, *, is_named: bool) -> None:
         console.print(warning, markup=False)
 
 
-def _start_anew(checkpoint: str, visible_cores: str, tokens: int) -> Placement:
+def start_with_threads(checkpoint: str, visible_cores: str, tokens: int) -> Placement:
     """Restart the process with the right number of threads, and optionally its Neuron core; return its placement.
 
     Args:

@@ -135,7 +135,7 @@ def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local
 def reexec_for_inference(
     shape: tuple[ModelFamily, ModelConfig] | None, tokens: int, environ: Mapping[str, str], local_world: int
 ) -> None:
-    """Re-execute a rank of `nxtrain generate` or `nxtrain eval` if its thread variables are missing.
+    """Re-execute a rank of `nxtrain generate`, `eval` or `data teach` if its thread variables are missing.
 
     The call does nothing on hosts with Neuron devices.
     """

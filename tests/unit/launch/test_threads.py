@@ -9,8 +9,10 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
 from nxtrain.backends.base import Support
+from nxtrain.cli.main import app
 from nxtrain.common.family import find_family
 from nxtrain.config.load import load
 from nxtrain.launch import neuron, threads
@@ -153,3 +155,22 @@ def test_inference_starts_anew_once_and_the_shells_values_win(
     monkeypatch.setattr(neuron, "support", lambda: Support(True, "a device"))
     neuron.reexec_for_inference(None, 1, {}, local_world=1)
     assert not started, "hosts of Neuron devices wait as before"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["generate", "/no/model", "--prompt", "a"],
+        ["eval", "/no/model"],
+        ["data", "teach", "/no/model", "--rows", "no.npy", "--out", "out.npy"],
+    ],
+    ids=["generate", "eval", "teach"],
+)
+def test_commands_that_run_a_model_choose_their_threads(
+    monkeypatch: pytest.MonkeyPatch, started: list[Program], argv: list[str]
+) -> None:
+    on_cores(monkeypatch, 8)
+    result = CliRunner().invoke(app, argv)
+    assert result.exit_code != 0, "there is no such model"
+    assert [program.environ["OMP_NUM_THREADS"] for program in started] == ["8"]
+    assert started[0].environ["OMP_WAIT_POLICY"] == "passive"
