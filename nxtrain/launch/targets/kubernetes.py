@@ -40,12 +40,15 @@ CACHE = "/var/tmp/neuron-compile-cache"
 _ENTRY = """\
 for step in {steps}; do
     {start}nxtrain $step "$@" & pid=$!
-    trap 'kill -TERM $pid' TERM    # Kubernetes signals this shell alone
+    trap 'kill -{signal} $pid' TERM    # Kubernetes signals this shell alone{reason}
     wait $pid; code=$?
     while kill -0 $pid 2>/dev/null; do wait $pid; code=$?; done    # a trap ends a wait early
     [ $code = 0 ] || break
 done
 """
+
+_MPIRUN = "mpirun --allow-run-as-root -np {nodes} --map-by ppr:1:node --bind-to none -x PATH "
+"""Start of the agents; the shells of ssh do not have the image's PATH."""
 
 _FROM_128 = f"""\
 {SHELL_FUNCTION}is_worth_restart $code && [ $code -lt 128 ] && let code+=128    # the operator restarts from 128 on
@@ -103,7 +106,7 @@ def pytorch_job(job: ClusterJob) -> Manifest:
 
 def mpi_job(job: ClusterJob) -> Manifest:
     """Build an MPIJob manifest, whose launcher starts one agent per machine by mpirun."""
-    start = f"mpirun --allow-run-as-root -np {job.nodes} --map-by ppr:1:node --bind-to none "
+    start = _MPIRUN.format(nodes=job.nodes)
     worker = _pod(job, f"{job.name}-worker-0.{job.name}", "Never")
     container = worker["containers"][0]
     arguments = container.pop("args")
@@ -187,7 +190,10 @@ def _first_worker(job: ClusterJob) -> str:
 
 
 def _command(job: ClusterJob, restart_policy: str, start: str = "") -> list[str]:
-    script = _ENTRY.format(steps=" ".join(job.steps), start=start)
+    signal, reason = "TERM", ""
+    if start:
+        signal, reason = "USR1", ", and mpirun kills all ranks a second after TERM"
+    script = _ENTRY.format(steps=" ".join(job.steps), start=start, signal=signal, reason=reason)
     if restart_policy == "ExitCode":
         script += _FROM_128
     return ["bash", "-c", literal(f"{script}exit $code\n"), "nxtrain"]

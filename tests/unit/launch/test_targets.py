@@ -261,18 +261,31 @@ NXTRAIN = """#!/bin/bash
 echo "$@" >>calls
 [ "$1" = "${FAILING:-none}" ] && exit $CODE
 [ "$1" = "${SLOW:-none}" ] || exit 0
-trap 'echo stopped >>calls; exit 75' TERM
+trap 'sleep 0.2; echo stopped >>calls; exit 75' TERM USR1
 touch there
 while :; do sleep 0.02; done
 """
 
+MPIRUN = """#!/bin/bash
+path=/usr/bin:/bin
+while [ "$1" != nxtrain ]; do [ "$1 $2" = "-x PATH" ] && path=$PATH; shift; done
+env PATH="$path" "$@" & pid=$!
+trap 'kill -USR1 $pid' USR1
+trap 'kill -KILL $pid' TERM
+wait $pid; code=$?
+while kill -0 $pid 2>/dev/null; do wait $pid; code=$?; done
+exit $code
+"""
+"""Open MPI 4.1: its agents have the PATH of sshd, it passes SIGUSR1 on, and kills ranks a second after SIGTERM."""
+
 
 @pytest.fixture
 def pod(tmp_path: Path) -> Path:
-    """Folder with a program `nxtrain` that records its calls."""
-    program = tmp_path / "nxtrain"
-    program.write_text(NXTRAIN, encoding="ascii")
-    program.chmod(0o755)
+    """Folder with a program `nxtrain` that records its calls, and a stand-in for `mpirun`."""
+    for name, text in {"nxtrain": NXTRAIN, "mpirun": MPIRUN}.items():
+        program = tmp_path / name
+        program.write_text(text, encoding="ascii")
+        program.chmod(0o755)
     return tmp_path
 
 
@@ -281,6 +294,8 @@ def entry(kind: str) -> list[str]:
     spec = yaml.safe_load(list(kubernetes.render(job())[kind].split("\n---\n"))[1])["spec"]
     if kind == "pytorchjob.yaml":
         template = spec["pytorchReplicaSpecs"]["Worker"]["template"]
+    elif kind == "mpijob.yaml":
+        template = spec["mpiReplicaSpecs"]["Launcher"]["template"]
     else:
         template = spec["replicatedJobs"][0]["template"]["spec"]["template"]
     return [expanded(word) for word in template["spec"]["containers"][0]["command"]]
@@ -292,6 +307,8 @@ def entry(kind: str) -> list[str]:
         ("pytorchjob.yaml", "launch", 75, 203),
         ("pytorchjob.yaml", "compile", 5, 5),
         ("jobset.yaml", "launch", 75, 75),
+        ("mpijob.yaml", "launch", 75, 75),
+        ("mpijob.yaml", "compile", 5, 5),
     ],
 )
 def test_a_pod_compiles_before_it_runs_and_ends_with_a_code_for_its_operator(
@@ -303,8 +320,9 @@ def test_a_pod_compiles_before_it_runs_and_ends_with_a_code_for_its_operator(
     assert (pod / "calls").read_text().splitlines() == calls[: 1 if failing == "compile" else 2]
 
 
-def test_a_pod_passes_the_signal_on_and_waits_for_the_save(pod: Path) -> None:
-    command = entry("pytorchjob.yaml")
+@pytest.mark.parametrize(("kind", "code"), [("pytorchjob.yaml", 75 + 128), ("jobset.yaml", 75), ("mpijob.yaml", 75)])
+def test_a_pod_passes_the_signal_on_and_waits_for_the_save(pod: Path, kind: str, code: int) -> None:
+    command = entry(kind)
     env = {"PATH": f"{pod}:{os.environ['PATH']}", "SLOW": "launch"}
     with subprocess.Popen([*command, "run.toml"], cwd=pod, env=env) as process:
         try:
@@ -314,7 +332,7 @@ def test_a_pod_passes_the_signal_on_and_waits_for_the_save(pod: Path) -> None:
                 process.poll()
                 subprocess.run(["sleep", "0.01"], check=True)
             process.terminate()
-            assert process.wait(20) == 75 + 128
+            assert process.wait(20) == code
         finally:
             process.kill()
     assert (pod / "calls").read_text().splitlines()[-1] == "stopped"
