@@ -5,6 +5,7 @@ A reader sees either the old or the new content. A killed process leaves a draft
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import uuid
@@ -13,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nxtrain.common.errors import FULL
+from nxtrain.common.io.regular import kind_of
 
 _DRAFT = re.compile(r"\..+\.(draft|[0-9a-f]{32})")
 
@@ -36,6 +38,9 @@ def naming(path: Path, draft: Path | None = None) -> Iterator[None]:
 def replacing(path: Path, *, durable: bool, shared: bool = False) -> Iterator[Path]:
     """Context with the path of a draft file, which replaces `path` at the end, or is deleted after an error.
 
+    A device, a FIFO or a socket at the path is refused, and so is a name such as `/dev/stdout`. The rename would put a
+    file in its place.
+
     Args:
         path: The file to write; its folder must exist.
         durable: Sync the content to the disk before the rename, and the folder after the rename.
@@ -46,6 +51,7 @@ def replacing(path: Path, *, durable: bool, shared: bool = False) -> Iterator[Pa
     if shared:
         suffix = uuid.uuid4().hex
     draft = path.with_name(f".{path.name}.{suffix}")
+    _refuse_other_kinds(path)
     try:
         with naming(path, draft):
             yield draft
@@ -57,6 +63,17 @@ def replacing(path: Path, *, durable: bool, shared: bool = False) -> Iterator[Pa
             draft.unlink(missing_ok=True)
     if durable:
         sync_folder(path.parent)
+
+
+def _refuse_other_kinds(path: Path) -> None:
+    """Raise a FileExistsError if a device, a FIFO, a socket, or the name of an open stream is at the path."""
+    kind = ""
+    with suppress(OSError):  # an absent path is free, and the write reports any other error
+        kind = kind_of(os.stat(path).st_mode)
+        if path.is_symlink() and os.readlink(path).startswith("/proc/"):
+            kind = "the name of an open stream"
+    if kind:
+        raise FileExistsError(errno.EEXIST, f"it is {kind}, not a file", str(path))
 
 
 def replace_bytes(path: Path, content: bytes, *, durable: bool, shared: bool = False) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -150,3 +151,26 @@ def test_a_write_that_fails_leaves_the_old_content_and_no_draft(
 def attempt(file: Path, write: Callable[[Path], None], *, shared: bool) -> None:
     with replacing(file, durable=True, shared=shared) as draft:
         write(draft)
+
+
+@pytest.mark.parametrize("sharing", [False, True])
+@pytest.mark.parametrize("kind", ["a FIFO", "a socket", "the name of an open stream", "a device"])
+def test_what_is_no_file_is_never_replaced_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, sharing: bool
+) -> None:
+    """A rename would put the content in the place of `/dev/null` or `/dev/stdout`, for every process of the machine."""
+    path = tmp_path / "out"
+    if kind == "a FIFO":
+        os.mkfifo(path)
+    elif kind == "a socket":
+        monkeypatch.chdir(tmp_path)  # the name of a socket is short
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(path.name)
+    elif kind == "a device":
+        path.symlink_to("/dev/null")
+    else:
+        path.symlink_to("/proc/self/fd/1")
+    before = path.lstat()
+    with pytest.raises(FileExistsError, match=f"it is {kind}, not a file"):
+        replace_text(path, "words", durable=False, shared=sharing)
+    assert (path.lstat(), [item.name for item in tmp_path.iterdir()]) == (before, ["out"])
