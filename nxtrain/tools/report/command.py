@@ -9,11 +9,11 @@ from typing import Any
 
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.io.atomic import replace_bytes
-from nxtrain.common.run_folder import REPORT_FILE
+from nxtrain.common.run_folder import CONFIG_FILE, METRICS_FILE, REPORT_FILE
 from nxtrain.tools.report.comparison import Bounds, parity, scaling
 from nxtrain.tools.report.facts import results
 from nxtrain.tools.report.page import render
-from nxtrain.tools.report.run import read_runs
+from nxtrain.tools.report.run import RecordedRun, read_runs
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ def report(
     notes: list[str] = []
     if scales:
         points, notes = scaling(runs, price_usd_h)
+    if out is None:
+        _require_run(runs[0])
     file = out or folders[0] / REPORT_FILE
     if not file.parent.is_dir():
         raise ConfigError(f"there is no folder {file.parent} for {file.name}; make it first, or give another --out")
@@ -83,3 +85,15 @@ def report(
         lines.append(line)
     passed = all(compared["passed"] for compared in parities)
     return Reported(file, (*lines, f"report: {file}"), content, passed)
+
+
+def _require_run(run: RecordedRun) -> None:
+    """Raise a ConfigError for a folder that has other files only; an empty folder is a run before its start."""
+    entries = list(run.folder.iterdir())
+    if len(run.columns.steps) or run.starts or run.config or not entries:
+        return
+    inside = sorted(item for item in entries if (item / CONFIG_FILE).is_file() or (item / METRICS_FILE).is_file())
+    way_out = "name the folder of a run, which is the value of run.dir"
+    if inside:
+        way_out = f"name a run inside, such as {inside[0]}"
+    raise ConfigError(f"{run.folder} is no run folder of nxtrain; {way_out}, or give --out FILE.html")

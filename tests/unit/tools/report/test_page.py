@@ -208,6 +208,21 @@ def test_every_kind_of_folder_renders_and_says_what_is_missing(
         assert any(said in line for line in done.lines)
 
 
+def test_a_folder_that_is_no_run_gets_no_report_by_mistake(tmp_path: Path) -> None:
+    """The parent of runs is the likeliest mistake, and a `report.html` of someone else may be there."""
+    write_run(tmp_path / "runs" / "one")
+    theirs = tmp_path / "runs" / "report.html"
+    theirs.write_text("theirs", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"runs is no run folder of nxtrain; name a run inside, such as .*runs/one"):
+        report([tmp_path / "runs"])
+    assert theirs.read_text(encoding="utf-8") == "theirs"
+    foreign(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"name the folder of a run, .* or give --out"):
+        report([tmp_path / "other", tmp_path / "runs" / "one"])
+    empty(tmp_path / "new")
+    assert report([tmp_path / "new"]).file.is_file()
+
+
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damaged_files_render(tmp_path: Path, data: Any) -> None:
