@@ -47,8 +47,8 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """Read the UTF-8 text of a regular file, with universal newlines."""
-    with open(open_regular(path), encoding="utf-8", errors=errors) as file:
+    """Read the UTF-8 text of a regular file, with universal newlines, and without the mark that editors put first."""
+    with open(open_regular(path), encoding="utf-8-sig", errors=errors) as file:
         return file.read()
 
 

@@ -178,6 +178,17 @@ def test_broken_toml_names_file_and_line(tmp_path: Path) -> None:
     assert problems_of(path)[""].reason.startswith(f"{path}:3: not valid TOML: ")
 
 
+@pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf"], ids=["plain", "marked"])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"], ids=["unix", "windows"])
+def test_a_file_of_another_editor_is_the_same(tmp_path: Path, start: bytes, end: bytes) -> None:
+    """Editors of Windows end lines by two characters, and may put a mark of UTF-8 first."""
+    file = tmp_path / "run.toml"
+    file.write_bytes(start + end.join([b"[run]", b'name = "a"', b"[train]", b"steps = 7", b""]))
+    loaded = load(file, ())
+    assert (loaded.config.run.name, loaded.config.train.steps) == ("a", 7)
+    assert loaded.origins["train.steps"] == f"{file}:4"
+
+
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     path.write_bytes(b"name = '\xff'")
