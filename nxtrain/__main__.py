@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 from nxtrain.common.errors import BackendError, explained
@@ -22,6 +23,8 @@ def main() -> None:
     garbage.collect_rarely()
     try:
         from nxtrain.cli.main import main  # its imports take a while
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)  # as the commands do
     except ImportError as error:
         known = explained(error)
         if known is None:

@@ -8,7 +8,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 import typer.core
@@ -31,7 +31,22 @@ from nxtrain.config.bounds import MAX_RANKS, MAX_SIZE
 if TYPE_CHECKING:
     from nxtrain.config.schema import RunConfig
 
-app = typer.Typer(name="nxtrain", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+class _Group(typer.core.TyperGroup):
+    """Group of all commands, whose messages about options have no words of pydantic."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; its options are parsed here, too."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
+
+app = typer.Typer(
+    name="nxtrain", cls=_Group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
 config = typer.Typer(no_args_is_help=True, help="Show the values of a configuration, and list all keys.")
 cache = typer.Typer(no_args_is_help=True, help="Manage the compiled graphs of a node, and copy them between nodes.")
 BEFORE = "Before a run"

@@ -26,6 +26,7 @@ from nxtrain.config.schema import RunConfig
 from tests.support import ROOT
 from tests.support import TINY as TINY_FILE
 from tests.support.commands import outcome
+from tests.support.processes import patient_s
 
 TINY = str(TINY_FILE)
 KEYS = [*values(RunConfig()), "model.config.rms_norm_eps", "model.config.num_attention_heads"]
@@ -148,6 +149,41 @@ def test_numbers_and_depths_beyond_a_parser_are_told_in_our_words(
     assert "Traceback" not in said
     for words in ("set_int_max_str_digits", "recursion depth", "RecursionError", "ValueError", "Value error", "[Errno"):
         assert words not in said
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("launch", TINY, "--target", "moon"),
+        ("data", "prepare", "a", "--out", "b", "--on-bad", "moon"),
+        ("convert", "nxtrain-to-nxd", "a", "b", "--qkv", "moon"),
+        ("bench", "pipeline", "--schedule", "moon"),
+        ("plan", TINY, "--nodes", "moon"),
+    ],
+    ids=lambda argv: " ".join(argv[:2]),
+)
+def test_a_value_that_is_no_choice_is_told_without_words_of_python(argv: tuple[str, ...]) -> None:
+    code, said = run(*argv)
+    assert code == 2
+    assert f"Invalid value for '{argv[-2]}': 'moon' is no" in " ".join(said.split())
+
+
+INTERRUPTED = """
+import signal, sys
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "nxtrain.cli.data":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+from nxtrain.__main__ import main
+main()
+"""
+
+
+def test_an_interrupt_while_a_command_is_imported_has_no_traceback() -> None:
+    argv = [sys.executable, "-c", INTERRUPTED, "config", "keys"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=patient_s(60))
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 ABSENT = "import sys; sys.modules[{name!r}] = None; from nxtrain.__main__ import main; main()"
