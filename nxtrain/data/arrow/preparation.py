@@ -373,7 +373,7 @@ class _Copy:
         text = f"{source.path}, {rows}: {bad.reason}: {bad.detail}"
         if self._request.on_bad == "stop":
             raise DataError(
-                f"{text}\n    or skip and count such rows: the same command with --on-bad skip continues from here"
+                f"{text}\n    to skip and count such rows, repeat the command with --on-bad skip, which continues here"
             )
         if self._request.on_bad == "skip binary" and bad.reason != BINARY:
             raise DataError(text)

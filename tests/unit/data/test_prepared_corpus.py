@@ -120,7 +120,7 @@ BAD_LINES = {
 def test_a_bad_line_stops_with_its_place_or_is_skipped_and_counted(line: bytes, tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_bytes(b'{"text": "one"}\n\n' + line + b'\n{"text": " "}\n{"text": "two"}')
-    with pytest.raises(DataError, match=rf"a\.jsonl, row 2: {BAD_LINES[line]}: .*\n.*--on-bad skip"):
+    with pytest.raises(DataError, match=rf"a\.jsonl, row 2: {BAD_LINES[line]}: .*\n    to skip .*--on-bad skip"):
         prepare(source, out=tmp_path / "o.arrow")
     outcome = prepare(source, out=tmp_path / "o.arrow", on_bad="skip")
     assert texts_of(tmp_path / "o.arrow") == ["one", "two"]
