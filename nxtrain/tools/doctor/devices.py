@@ -39,20 +39,24 @@ Source: src/helperscripts/n2-manifest.json in https://github.com/aws-neuron/aws-
 REPLACE = "drain the node and have it replaced (scontrol update, kubectl drain, or HyperPod's own replacement)"
 
 
-def check_devices(host: Host, machine: Machine | None, *, needs_all: bool) -> Iterator[Finding]:
+def check_devices(
+    host: Host, machine: Machine | None, *, needs_all: bool, wanted: tuple[str, str] = ("", "")
+) -> Iterator[Finding]:
     """Check the accelerators and EFA devices of a machine.
 
     Args:
+        wanted: Backend of the run that is about to start, and the resource of its devices; both empty if the run
+            needs none, or if the devices decide on the backend.
         needs_all: A run is about to start, so any process that holds a device is a fault. Otherwise only processes
             without a parent are.
     """
     try:
-        devices = _list_devices(host, machine)
+        devices = _list_devices(host, machine.resource if machine is not None else wanted[1])
     except (ToolError, ToolOutputError) as error:
         why = "the driver does not answer, and a run would hang or fail at its start"
         yield fault("devices", str(error), why, f"reload the driver or reboot; if that fails, {REPLACE}")
     else:
-        yield _count(devices, machine)
+        yield _count(devices, machine, wanted)
         if devices is not None:
             yield _processes(host, devices.holders, needs_all)
             yield _ecc(host, devices, machine)
@@ -62,14 +66,14 @@ def check_devices(host: Host, machine: Machine | None, *, needs_all: bool) -> It
         yield _efa(host, machine)
 
 
-def _list_devices(host: Host, machine: Machine | None) -> Devices | None:
-    """List the accelerators of a machine; None if neither a tool nor the driver reports any."""
-    may_have_chips = machine is None or machine.resource == NEURON
+def _list_devices(host: Host, resource: str) -> Devices | None:
+    """List the accelerators of a kind, or of any kind; None if neither a tool nor the driver reports any."""
+    may_have_chips = resource in ("", NEURON)
     if may_have_chips:
         text = host.run("neuron-ls", "--json-output")
         if text:
             return parse_neuron_ls(text)
-    if machine is None or machine.resource == GPU:
+    if resource in ("", GPU):
         form = "--format=csv,noheader"
         gpus = host.run("nvidia-smi", f"--query-gpu={GPU_QUERY}", form)
         if gpus:
@@ -85,11 +89,18 @@ def _list_devices(host: Host, machine: Machine | None) -> Devices | None:
     return Devices(tuple(numbers))
 
 
-def _count(devices: Devices | None, machine: Machine | None) -> Finding:
+def _count(devices: Devices | None, machine: Machine | None, wanted: tuple[str, str]) -> Finding:
     numbers: tuple[int, ...] = ()
     if devices is not None:
         numbers = devices.numbers
     count = len(numbers)
+    backend, resource = wanted
+    if resource and not count and (machine is None or machine.resource != resource):
+        tool = {GPU: "nvidia-smi", NEURON: "neuron-ls"}[resource]
+        why = "no rank can start"
+        return fault(
+            "devices", f"no device for backend.name={backend}", why, f"see {tool}, or set another backend.name"
+        )
     if machine is None or not machine.resource:
         return passed("devices", f"{count} accelerators")
     if count != machine.accelerators:

@@ -12,9 +12,9 @@ from typing import Any
 
 from nxtrain.backends.neuron.hardware import PRODUCT_NAME, SYS
 from nxtrain.common.errors import BackendError, ConfigError, StorageError
-from nxtrain.common.machines import INSTANCE_TYPES, NEURON, Machine
+from nxtrain.common.machines import GPU, INSTANCE_TYPES, NEURON, Machine
 from nxtrain.config.load import Loaded, load
-from nxtrain.config.schema import RunConfig
+from nxtrain.config.schema import ON_GPUS, RunConfig
 from nxtrain.launch.local import PORT
 from nxtrain.plan.command import Question, predict
 from nxtrain.plan.predict import Assumptions
@@ -24,6 +24,9 @@ from nxtrain.tools.doctor.devices import check_devices
 from nxtrain.tools.doctor.finding import Finding, Host, ToolError, fault
 from nxtrain.tools.doctor.host import MIN_FREE_BYTES, check_cache, check_disk, check_host, check_instance, check_port
 from nxtrain.tools.doctor.packages import check_packages
+
+RESOURCES = {ON_GPUS: GPU, "neuron": NEURON, "neuron-native": NEURON}
+"""Kubernetes resource names of the devices that a backend needs."""
 
 EXIT_CODE = BackendError.exit_code  # exit code if a check found a fault
 
@@ -52,8 +55,10 @@ def examine(
         machine = INSTANCE_TYPES.get(config.cluster.instance or name)
     if name not in INSTANCE_TYPES:
         name = ""
+    backend = config.backend.name
+    wanted = (backend, RESOURCES.get(backend, ""))
     yield check_instance(name, config.cluster.instance, machine)
-    yield from _guarded("devices", lambda: check_devices(host, machine, needs_all=loaded is not None))
+    yield from _guarded("devices", lambda: check_devices(host, machine, needs_all=loaded is not None, wanted=wanted))
     yield from _guarded("host", lambda: check_host(host, machine))
     yield from _guarded("disk", lambda: [check_disk(config.run.dir, _needed_bytes(path, overrides, loaded))])
     if loaded is not None or (machine is not None and machine.resource == NEURON):

@@ -375,3 +375,19 @@ def test_a_gpu_too_old_for_a_recipe_of_float8_is_a_fault(gpu: str, recipe: str, 
     result = check(machine, "backend.name=cuda", *types, "run.dir=r", config="configs/tiny_cpu.toml")
     (finding,) = (each for each in result if each.name == "float8")
     assert (finding.ok, finding.fix) == (not fix, fix)
+
+
+@pytest.mark.parametrize(
+    ("backend", "tool"), [("cuda", "nvidia-smi"), ("neuron", "neuron-ls"), ("xla", ""), ("cpu", "")]
+)
+def test_a_run_without_the_devices_of_its_backend_is_a_fault_on_any_machine(
+    tmp_path: Path, backend: str, tool: str
+) -> None:
+    """A machine that is no known instance type, such as a laptop, may lack the devices, too."""
+    laptop = Machine(tmp_path / "laptop")
+    findings = faults(check(laptop, f"backend.name={backend}", config="configs/tiny_cpu.toml"))
+    assert ("devices" in findings) == bool(tool)
+    if tool:
+        assert findings["devices"].what == f"no device for backend.name={backend}"
+        assert tool in findings["devices"].fix
+    assert "devices" not in faults(check(laptop))
