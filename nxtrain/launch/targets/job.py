@@ -111,13 +111,14 @@ class ClusterJob:
     def name(self) -> str:
         """Name of the run as a DNS label, which Kubernetes, SageMaker and Slurm require.
 
-        If the label loses letters of the name, it gets a hash as suffix, so runs with similar names do not collide.
+        The label has `-` for `_`. If it differs from the name in anything else, it gets a hash as suffix. So objects of
+        runs with similar names, such as `x=1` and `x-1`, do not replace each other.
         """
         name = self.config.run.name
         label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
         if not label[:1].isalpha():
             label = f"run-{label}".strip("-")
-        if name.isascii() and len(label) <= MAX_NAME:
+        if label == name.replace("_", "-") and len(label) <= MAX_NAME:
             return label
         suffix = hashlib.sha256(name.encode()).hexdigest()[:6]
         return f"{label[: MAX_NAME - 7].strip('-')}-{suffix}"

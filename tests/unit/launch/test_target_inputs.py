@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nxtrain.common.errors import ConfigError
@@ -142,7 +142,13 @@ def _judge_script(text: str, plain: str, run: ClusterJob) -> None:
     assert rest == re.sub(r"set -- .*\n", "", expected)
 
 
-@given(st.lists(st.text("ab\xe9\u8bad", max_size=60).map(lambda end: f"a{end}"), min_size=2, max_size=2, unique=True))
+@given(
+    st.lists(st.text("aA1 .+=-\xe9\u8bad", max_size=60).map(lambda end: f"a{end}"), min_size=2, max_size=2, unique=True)
+)
+@example(["x=1", "x-1"])
+@example(["lr+1", "lr-1"])
+@example(["7b", "run-7b"])
+@example(["Demo", "demo"])
 @settings(max_examples=20)
 def test_names_that_a_label_cannot_hold_stay_apart(names: list[str]) -> None:
     labels = [job(f"run.name={toml_value(name)}").name for name in names]

@@ -377,10 +377,16 @@ def test_machines_of_sagemaker_need_a_mirror() -> None:
 
 @pytest.mark.parametrize(
     ("name", "label"),
-    [("Llama_2 7B!", "llama-2-7b"), ("9x", "run-9x"), ("___", "run"), (f"a{'-b' * 19}c", f"a{'-b' * 19}c")],
+    [
+        ("llama2_7b", "llama2-7b"),
+        ("Llama_2 7B!", "llama-2-7b-[0-9a-f]{6}"),
+        ("9x", "run-9x-[0-9a-f]{6}"),
+        ("___", "run-[0-9a-f]{6}"),
+        (f"a{'-b' * 19}c", f"a{'-b' * 19}c"),
+    ],
 )
 def test_the_name_of_a_run_becomes_a_label(name: str, label: str) -> None:
-    assert job(f"run.name={toml_value(name)}").name == label
+    assert re.fullmatch(label, job(f"run.name={toml_value(name)}").name)
 
 
 def test_ranks_fill_the_machine_where_the_degrees_follow_it() -> None:
