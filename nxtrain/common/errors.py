@@ -185,6 +185,13 @@ def _requirement(name: str) -> str:
     return name or "nxtrain"
 
 
+def more_room(number: int | None) -> str:
+    """Way to make room for a file, after a system error of `FULL`."""
+    if number == errno.EFBIG:
+        return "raise the limit on the size of files (ulimit -f)"
+    return "free space"
+
+
 def refused(error: OSError, what: str = "") -> NxtrainError:
     """Translate a failed system call into an `NxtrainError`; the message begins with `what` or the call's paths.
 
@@ -198,7 +205,7 @@ def refused(error: OSError, what: str = "") -> NxtrainError:
     if error.errno in _ABSENT:
         return BackendError(f"{text}; check the path, or give another one")
     if error.errno in FULL:
-        return StorageError(f"{text}; free space, or give another path")
+        return StorageError(f"{text}; {more_room(error.errno)}, or give another path")
     return StorageError(f"{text}; start again when the storage or the network is back")
 
 

@@ -113,7 +113,7 @@ def test_files_that_may_not_grow_for_a_while(started_by: ForkServerContext, tmp_
     lift = once(LEFT_OUT.format(3), lambda ranks: limit(ranks, resource.RLIM_INFINITY))
     result = start(started_by, tmp_path, ["sleep@*:1:fwd:0.05"], meanwhile=look)
     assert_recovered(History(tmp_path, [result]), golden, restarts=0)
-    assert "File too large; free space; training goes on" in result.said[0]
+    assert "File too large; raise the limit on the size of files (ulimit -f); training goes on" in result.said[0]
 
 
 def test_errors_of_the_disk(started_by: ForkServerContext, tmp_path: Path, golden: Golden) -> None:

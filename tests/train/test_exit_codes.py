@@ -113,7 +113,7 @@ def test_an_output_that_cannot_be_written_has_the_code_of_its_cause(
 
 @contextmanager
 def limited(num_bytes: int) -> Iterator[None]:
-    """Files of this process cannot grow beyond a size; the system refuses a write as for a full disk."""
+    """Files of this process cannot grow beyond a size; the system refuses a write, after part of it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -124,7 +124,7 @@ def limited(num_bytes: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("num_bytes", [0, 500, 4000])
 @pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.__name__)
-def test_a_full_disk_is_named_with_its_file_and_a_way_out(
+def test_a_file_that_may_not_grow_is_named_with_a_way_out(
     writer: Writer, num_bytes: int, inputs: Inputs, tmp_path: Path
 ) -> None:
     """The system names no file when a write fails, so that each command has to."""
@@ -134,7 +134,7 @@ def test_a_full_disk_is_named_with_its_file_and_a_way_out(
         assert code == 0
         return
     (line,) = (line for line in said.splitlines() if line.startswith("error: "))
-    assert code == 4 and str(tmp_path / "out") in line and "File too large" in line and "free space" in line, said
+    assert code == 4 and str(tmp_path / "out") in line and "File too large" in line and "ulimit -f" in line, said
     assert "the system" not in said and "draft" not in said
 
 

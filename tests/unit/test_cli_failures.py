@@ -53,6 +53,11 @@ def run(*argv: str) -> tuple[int, str]:
         (IsADirectoryError(errno.EISDIR, "Is a directory", "a"), 2, "a: Is a directory; check the path"),
         (OSError(errno.ELOOP, "Too many levels of symbolic links", "a"), 2, "a: Too many levels"),
         (OSError(errno.ENOSPC, "No space left on device", "a"), 4, "a: No space left on device; free space"),
+        (
+            OSError(errno.EFBIG, "File too large", "a"),
+            4,
+            "a: File too large; raise the limit on the size of files (ulimit",
+        ),
         (OSError(errno.EIO, "Input/output error", "a"), 4, "a: Input/output error; start again when"),
         (OSError("odd"), 4, "the system: odd; start again"),
         (UnicodeEncodeError("utf-8", "\udcff", 0, 1, "surrogates not allowed"), 2, "a text is not UTF-8"),

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from nxtrain.common.errors import FULL, CheckpointError, NxtrainError, cause_of
+from nxtrain.common.errors import FULL, CheckpointError, NxtrainError, cause_of, more_room
 from nxtrain.common.mesh import Mesh
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ def _readable(error: Exception, failure: str) -> NxtrainError:
     if isinstance(error, OSError):
         cause = cause_of(error)
     if isinstance(error, OSError) and error.errno in FULL:
-        cause += "; free space"
+        cause += f"; {more_room(error.errno)}"
     readable = CheckpointError(f"{failure}: {cause}")
     readable.__cause__ = error
     return readable

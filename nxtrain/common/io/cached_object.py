@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from nxtrain.common.errors import more_room
 from nxtrain.common.io.bucket import BucketPath
 from nxtrain.common.io.object_store import BucketSource
 
@@ -135,7 +136,8 @@ class CachedObject:
         except OSError as error:
             if self._stores:
                 what = f"WARNING: {self.name}: its blocks cannot be cached on this node: {error.strerror}"
-                print(f"{what}; every read is a request. Free space, or choose another data.cache_dir", file=sys.stderr)
+                way_out = f"{more_room(error.errno)}, or choose another data.cache_dir"
+                print(f"{what}; every read is a request; {way_out}", file=sys.stderr)
             self._stores = False
 
     def _find(self, block: int) -> None:

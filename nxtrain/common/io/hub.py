@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from nxtrain.common.errors import FULL, ConfigError, NxtrainError, Problem, StorageError, refused
+from nxtrain.common.errors import FULL, ConfigError, NxtrainError, Problem, StorageError, more_room, refused
 from nxtrain.common.io.atomic import replace_text
 from nxtrain.common.text import listed, size
 
@@ -270,8 +270,9 @@ class HubName:
             reason = f"the Hub refuses the token of this user for {self.repository}, status {status}"
             return self._refusal(reason, "log in: hf auth login, or set HF_TOKEN to a token that may read it")
         if isinstance(error, OSError) and error.errno in FULL:
-            where = f"free some, or name a folder on another disk with HF_HOME; {self._cached} keeps the finished files"
-            return StorageError(f"the disk is full while {self} downloads: {error.strerror}; {where}")
+            way_out = f"{more_room(error.errno)}, or name a folder on another disk with HF_HOME"
+            kept = f"{self._cached} keeps the finished files"
+            return StorageError(f"a file cannot be written while {self} downloads: {error.strerror}; {way_out}; {kept}")
         is_network = isinstance(error, errors.HfHubHTTPError | errors.LocalEntryNotFoundError | ConnectionError)
         if is_network or type(error).__module__.partition(".")[0] in _TRANSPORTS or status in _BUSY:
             reason = _ERROR_NUMBER.sub("", str(error).strip().partition("\n")[0]) or type(error).__name__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
@@ -46,6 +47,7 @@ class PreparedCorpus:
         has_prompts: Documents begin with a prompt, which is not a target.
         has_pairs: Documents are answers, two for each pair.
         has_labels: Documents are answers, each desirable or not.
+        has_conversations: Documents are answers of conversations; each repeats the earlier turns in its prompt.
         dtype: Integer type of the ids; bytes for text.
         tokenizer: Digest of the tokenizer that made the ids; empty for text.
         num_bytes: Total bytes of the files.
@@ -84,6 +86,7 @@ class PreparedCorpus:
         self.has_prompts = PROMPT in schemas[0].names
         self.has_pairs = PAIRS_KEY in self.metadata
         self.has_labels = LABEL in schemas[0].names
+        self.has_conversations = _is_of_conversations(self.metadata) and self.is_ids and self.has_prompts
         self._has_sections = CONTINUES in schemas[0].names
         self.dtype: np.dtype[Any] = np.dtype(np.uint8)
         if self.is_ids:
@@ -111,6 +114,20 @@ class PreparedCorpus:
     def continues(self, document: int) -> bool:
         """True for a section of a text file that continues in the next document."""
         return self._has_sections and self._extra(document) != 0
+
+    def split_content(self, document: int, content: bytes) -> bytes:
+        """Content whose hash assigns a document to a side of the split: of the first answer of its conversation."""
+        if not self.has_conversations:
+            return content
+        first, prompt = document, self._prompt_ids(document)
+        while first:
+            earlier = self._prompt_ids(first - 1)
+            # The last token of the earlier prompt may be merged with the begin of the answer.
+            num_shared = earlier.size - 1
+            if num_shared < 1 or earlier.size >= prompt.size or (earlier[:-1] != prompt[:num_shared]).any():
+                break
+            first, prompt = first - 1, earlier
+        return content if first == document else self.content(first)
 
     @cached_property
     def identity(self) -> str:
@@ -194,6 +211,10 @@ class PreparedCorpus:
                 if not np.isin(parts[-1], (0, 1)).all():
                     self._damaged(begin, "a label of its batch is neither 0 nor 1")
         return np.concatenate(parts).astype(np.bool_)
+
+    def _prompt_ids(self, document: int) -> NDArray[np.unsignedinteger[Any]]:
+        content = self.content(document)
+        return np.frombuffer(content, self.dtype)[: self.prompt(document, content)]
 
     def _batch_of(self, document: int) -> tuple[StoredBatch, int]:
         """Record batch that contains a document, and the document's row in that batch."""
@@ -282,3 +303,12 @@ class PreparedCorpus:
                 f"{self.path} holds {len(present)} shards of {expected}, or shards of several corpora; "
                 "bring all shards of one preparation, or prepare it again"
             )
+
+
+def _is_of_conversations(metadata: dict[bytes, bytes]) -> bool:
+    """True for documents made by `--chat` alone; pairs and labelled answers have one row for each answer."""
+    try:
+        settings = json.loads(metadata.get(SETTINGS_KEY, b"") or b"{}")
+    except ValueError:
+        return False
+    return isinstance(settings, dict) and "chat" in settings and not {"pairs", "labels"} & settings.keys()

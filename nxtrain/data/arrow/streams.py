@@ -53,7 +53,8 @@ class Documents:
     Args:
         corpus: Corpus of text, or of ids that end with the end-of-text id.
         tokenizer: Tokenizer for a corpus of text; None for ids.
-        held_out: Share of the documents that is held out, selected by a hash of their content.
+        held_out: Share of the documents that is held out, selected by a hash of their content. All answers of a
+            conversation are on the side of the first.
         mark: Called with the name of each document before it is read, and before it is tokenized alone.
     """
 
@@ -79,7 +80,7 @@ class Documents:
                 if self.mark:
                     self.mark(self.corpus.name_of(document))
                 content = self.corpus.content(document)
-                if is_held_out(content, self.held_out):
+                if self.is_held_out(document, content):
                     num_skipped += 1
                     if num_skipped > total:
                         self._refuse_empty(order)
@@ -89,6 +90,10 @@ class Documents:
                     prompts.append(self.corpus.prompt(document, content))
                     size, num_skipped = size + len(content), 0
             yield from zip(ordinals, self.ids(contents, prompts), strict=True)
+
+    def is_held_out(self, document: int, content: bytes) -> bool:
+        """True if a document of the corpus belongs to the held-out share."""
+        return self.held_out > 0 and is_held_out(self.corpus.split_content(document, content), self.held_out)
 
     def _refuse_empty(self, order: LaneOrder) -> NoReturn:
         """Raise a DataError for a lane whose documents are all held out."""

@@ -82,6 +82,13 @@ class RunCorpora:
             return self.corpora[0].identity
         return tuple(corpus.identity for corpus in self.corpora), self.mixture.shares
 
+    @property
+    def split(self) -> tuple[object, ...]:
+        """Identity of the split into training and held-out documents."""
+        if self.fraction and any(corpus.has_conversations for corpus in self.corpora):
+            return self.fraction, "conversations"
+        return (self.fraction,)
+
     @cached_property
     def held_out(self) -> float:
         """Threshold below which a document's hash means held out, as a share of all hashes.
@@ -253,7 +260,7 @@ def prepare_corpora(
         end_of_text=end,
         end_id=end_id,
         trained=trained,
-        fingerprint=digest(run.contents, made_by, config.packing, config.validation_fraction),
+        fingerprint=digest(run.contents, made_by, config.packing, *run.split),
         probe=" ".join(corpus.identity for corpus in run.corpora),
         skipped=run.skipped,
     )
@@ -356,7 +363,7 @@ def _write_validation(
     most_tokens = math.inf if run.is_text else num_tokens
     if not (config.validation_path or run.fraction) or most_tokens <= 1:
         return None
-    file = workdir / f"validation-{digest(run.contents, made_by, run.fraction, most_tokens)}.arrow"
+    file = workdir / f"validation-{digest(run.contents, made_by, *run.split, most_tokens)}.arrow"
     if opened_before(file) is not None:
         return file
 
@@ -408,7 +415,7 @@ def _marked(
         content, is_last = following, document == len(corpus) - 1
         following = b"" if is_last else corpus.content(document + 1)
         num_read += len(content)
-        if is_held_out(content, documents.held_out) == on_held_out_side:
+        if documents.is_held_out(document, content) == on_held_out_side:
             contents.append(content)
             prompts.append(corpus.prompt(document, content))
             num_bytes += len(content)

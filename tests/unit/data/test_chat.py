@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,6 +23,9 @@ from nxtrain.data.arrow import preparation
 from nxtrain.data.arrow.chat import ChatTemplate
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.rows import BadRowError
+from nxtrain.data.arrow.streams import Documents
+from nxtrain.data.order import shuffled
+from nxtrain.data.stream_loader import LaneOrder
 from nxtrain.data.tokenization import TextTokenizer, load_tokenizer
 from tests.support.corpora import prepare, write_file, write_tokenizer
 
@@ -219,6 +225,45 @@ def test_the_template_may_be_a_file_or_one_of_several(folder: Path, tmp_path: Pa
         prepare_talk()
     with pytest.raises(ConfigError, match="give one of the two"):
         prepare_talk(tokenizer=folder, prompt="q")
+
+
+def drawn_talk(rng: Random, num_answers: int) -> list[dict[str, str]]:
+    """Conversation with a common system prompt, short questions, and answers that begin with drawn white space."""
+    turns = [TALK[0]] if rng.random() < 0.7 else []
+    for _ in range(num_answers):
+        question = "".join(rng.choices("ab \n", k=rng.choice((1, 2, 9))))
+        answer = rng.choice(("", " ", "\n", "\n\n")) + "".join(rng.choices("yn\n ", k=rng.choice((1, 5)))) + "."
+        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return turns
+
+
+@pytest.mark.parametrize("name", ["chatml", "trimmed"])
+@pytest.mark.parametrize("seed", range(3))
+def test_all_answers_of_a_conversation_are_on_one_side_of_the_split(
+    folder: Path, tmp_path: Path, name: str, seed: int
+) -> None:
+    configure(folder, TEMPLATES[name])
+    rng = Random(seed)
+    talks = [drawn_talk(rng, rng.choice((1, 1, 2, 5))) for _ in range(60)]
+    talks += rng.choices(talks, k=10)  # equal conversations
+    lines = write(tmp_path / "talks.jsonl", talks)
+    prepare(lines, out=tmp_path / "o.arrow", tokenizer=folder, chat=True, field="messages")
+    corpus = PreparedCorpus(tmp_path / "o.arrow")
+    owners = [number for number, talk in enumerate(talks) for turn in talk if turn["role"] == "assistant"]
+    assert len(owners) == len(corpus)
+    documents = Documents(corpus, None, VOCABULARY, held_out=0.4)
+    sides: dict[int, set[bool]] = {}
+    for document, owner in enumerate(owners):
+        sides.setdefault(owner, set()).add(documents.is_held_out(document, corpus.content(document)))
+    assert {len(side) for side in sides.values()} == {1}
+    assert 10 < sum(side == {True} for side in sides.values()) < 50
+    side_of: dict[str, set[bool]] = {}
+    for owner, side in sides.items():
+        assert side_of.setdefault(json.dumps(talks[owner]), side) == side
+    order = LaneOrder(1, 0, True)
+    read = [order_of[0] for order_of in islice(documents.lane(order, 0), len(corpus))]
+    passed = shuffled(np.array(read), len(corpus), order.seed).tolist()
+    assert {owners[document] for document in passed} == {owner for owner, side in sides.items() if side == {False}}
 
 
 TOOLED = "{% if tools %}{{ tools | tojson }}{% endif %}" + TEMPLATES["strict"]

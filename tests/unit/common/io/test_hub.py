@@ -222,8 +222,8 @@ def test_files_that_the_disk_cannot_hold_are_not_begun(hub: Hub) -> None:
     assert hub.fetched() == []
 
 
-@pytest.mark.parametrize("number", [28, 122])
-def test_a_disk_that_fills_up_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+@pytest.mark.parametrize(("number", "way_out"), [(28, "free space"), (122, "free space"), (27, "ulimit -f")])
+def test_a_disk_that_fills_up_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch, number: int, way_out: str) -> None:
     hub.add("acme/tiny", FILES)
     name = NAME.pinned()
     sizes = name.sizes()
@@ -232,8 +232,9 @@ def test_a_disk_that_fills_up_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch
         raise OSError(number, "no room")
 
     monkeypatch.setattr("huggingface_hub.file_download.http_get", full)
-    with pytest.raises(StorageError, match=r"the disk is full while acme/tiny@.* downloads.*HF_HOME"):
+    with pytest.raises(StorageError, match=r"a file cannot be written while acme/tiny@.* downloads.*HF_HOME") as failed:
         name.fetch(sizes)
+    assert way_out in str(failed.value)
 
 
 # --- without network
