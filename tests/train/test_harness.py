@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.checkpoint import directory
@@ -24,13 +24,13 @@ from nxtrain.common.mesh import Mesh
 from nxtrain.data.tokenization import train_bpe
 from nxtrain.tools.eval import harness, suites
 from nxtrain.tools.eval import scorer as scorers
-from nxtrain.tools.eval.generate import Sampling, extend
+from nxtrain.tools.eval.generate import Continuation, Sampling, extend
 from nxtrain.tools.eval.offline import OFFLINE
 from nxtrain.tools.eval.scorer import Scorer, windows
 from nxtrain.tools.eval.suites import RECIPE
 from nxtrain.tools.eval.trained import Trained
 from tests.support.commands import errors_of, in_process, output_of
-from tests.support.models import LENGTH, TEXT, text_model
+from tests.support.models import LENGTH, TEXT, continued, text_model
 from tests.train.conftest import write_tasks
 
 pytest.importorskip("lm_eval", reason='no lm_eval: pip install ".[eval]", which .[dev] holds')
@@ -182,6 +182,60 @@ def test_a_special_token_stops_a_text_as_with_the_model_of_the_harness(tmp_path:
     expected = theirs.generate_until([request], disable_tqdm=True)
     result = open_scorer(folder).continuations([("the quick", 12, (name, "zzz"))], Sampling(0.0))
     assert (result, len(result[0]) < len(written)) == (expected, True)
+
+
+def train_metaspace(file: Path) -> Tokenizer:
+    """Train a tokenizer like that of Llama 2: a space belongs to the word after it, and begins no text."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    parts = [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    special = ["<unk>", TEXT_END]
+    indented = ["def f(x):\n    return x\n" * 20]
+    trainer = trainers.BpeTrainer(vocab_size=290, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator([TEXT] * 50 + indented, trainer)
+    tokenizer.save(str(file))
+    return tokenizer
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_continuation_begins_as_with_the_model_of_the_harness(tmp_path: Path) -> None:
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    folder = text_model(tmp_path / "model")
+    train_metaspace(folder / directory.TOKENIZER)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": TEXT_END, "pad_token": TEXT_END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    ours, theirs = open_scorer(folder), HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=1)
+    drawn = random.Random(3)
+    prompts = ["".join(drawn.choices(["the", " quick", " brown", "fox", "\n", "def"], k=5)) for _ in range(20)]
+    rules = [drawn.choice(((), ("\n",), ("fox", "q"))) for _ in prompts]
+    results = ours.continuations(
+        [(prompt, 8, rule) for prompt, rule in zip(prompts, rules, strict=True)], Sampling(0.0)
+    )
+    expected = []
+    for prompt, rule in zip(prompts, rules, strict=True):
+        options = {"until": list(rule), "max_gen_toks": 8, "do_sample": False}
+        request = Instance(request_type="generate_until", doc={}, arguments=(prompt, options), idx=0)
+        expected += theirs.generate_until([request], disable_tqdm=True)
+    assert results == expected
+    extended = [continued(folder, prompt, 8, Sampling(0.0)) for prompt in prompts]
+    assert any(f"{prompt} {text}" == whole for prompt, text, whole in zip(prompts, results, extended, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("whole", "text"), [(" fox", "fox"), ("fox", "fox"), ("    return x", "    return x"), ("\n fox", "\n fox")]
+)
+def test_a_continuation_loses_one_space_and_no_indentation(whole: str, text: str, tmp_path: Path) -> None:
+    tokenizer = train_metaspace(tmp_path / "tokenizer.json")
+    prompt = tokenizer.encode("the:").ids
+    ids = tokenizer.encode("the:" + whole).ids[len(prompt) :]
+    for alone, wanted in ((True, text), (False, whole)):
+        written = Continuation(prompt, len(ids), tokenizer, alone=alone)
+        for token in ids:
+            written.add(token)
+        assert (written.text, written.ending) == (wanted, "tokens")
 
 
 @pytest.mark.filterwarnings("ignore")

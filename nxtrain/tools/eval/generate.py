@@ -148,8 +148,11 @@ class Continuation:
         ends: Ids of end-of-text tokens.
         stops: Stop texts.
         seed: Seed of this text's own random generator, so that its tokens do not depend on other texts.
+        alone: The text begins as the tokenizer decodes its tokens without the prompt. Tokenizers like that of Llama 2
+            then drop the space before the first word. Indentation by several spaces stays.
     """
 
+    # 7 arguments: the prompt, what ends the text, and its form
     def __init__(
         self,
         ids: Sequence[int],
@@ -159,10 +162,12 @@ class Continuation:
         *,
         stops: Sequence[str] = (),
         seed: int = 0,
+        alone: bool = False,
     ) -> None:
         self.ids = tuple(ids)
         self.count = count
-        self._ends = ends
+        self._ends, self._tokenizer = ends, tokenizer
+        self._may_drop_space = alone
         self._detokenizer, self._stops = Detokenizer(tokenizer), Stops(stops)
         self._stop_ids = special_ids(tokenizer, stops)
         self.generator = torch.Generator().manual_seed(seed)
@@ -178,7 +183,12 @@ class Continuation:
         if token in self._stop_ids:
             return self._end("stop")
         self.added.append(token)
-        piece = self._show(self._stops.add(self._detokenizer.add([token])))
+        new = self._detokenizer.add([token])
+        if self._may_drop_space and new:
+            self._may_drop_space = False
+            if new.startswith(" ") and not self._tokenizer.decode(self.added).startswith(" "):
+                new = new[1:]
+        piece = self._show(self._stops.add(new))
         if self._stops.has_ended:
             self.ending = "stop"
         elif len(self.added) >= self.count:

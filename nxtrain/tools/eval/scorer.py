@@ -139,7 +139,8 @@ class Scorer:
     ) -> list[str]:
         """Continue texts until a stop text, the model's end-of-text token, or a number of tokens.
 
-        Equal texts are continued independently, since tasks that measure pass@k repeat a text.
+        Equal texts are continued independently, since tasks that measure pass@k repeat a text. Continuations are
+        decoded without the text before, as in the lm-evaluation-harness; see `Continuation`.
 
         Args:
             requests: Text, maximum number of new tokens, and stop texts. A text that is too long is cut at its start.
@@ -153,7 +154,8 @@ class Scorer:
             count = min(wanted, self.length - 1)
             ids = self._ids(prompt)[-(self.length - count) :] or [self.prefix]
             stream = (seed << 20) % (1 << 62) + seen[prompt]
-            texts.append(Continuation(ids, count, tokenizer, self.model.ends, stops=stops, seed=stream))
+            ends = self.model.ends
+            texts.append(Continuation(ids, count, tokenizer, ends, stops=stops, seed=stream, alone=True))
             seen.update([prompt])
         written: dict[int, str] = {}
         for batch in self._rounds([len(text.ids) for text in texts]):
