@@ -119,15 +119,17 @@ class PreparedCorpus:
         """Content whose hash assigns a document to a side of the split: of the first answer of its conversation."""
         if not self.has_conversations:
             return content
-        first, prompt = document, self._prompt_ids(document)
+        first, prompt = document, self._prompt_ids(document, content)
         while first:
-            earlier = self._prompt_ids(first - 1)
+            before = self.content(first - 1)
+            earlier = self._prompt_ids(first - 1, before)
             # The last token of the earlier prompt may be merged with the begin of the answer.
             num_shared = earlier.size - 1
             if num_shared < 1 or earlier.size >= prompt.size or (earlier[:-1] != prompt[:num_shared]).any():
                 break
             first, prompt = first - 1, earlier
-        return content if first == document else self.content(first)
+            content = before
+        return content
 
     @cached_property
     def identity(self) -> str:
@@ -212,8 +214,7 @@ class PreparedCorpus:
                     self._damaged(begin, "a label of its batch is neither 0 nor 1")
         return np.concatenate(parts).astype(np.bool_)
 
-    def _prompt_ids(self, document: int) -> NDArray[np.unsignedinteger[Any]]:
-        content = self.content(document)
+    def _prompt_ids(self, document: int, content: bytes) -> NDArray[np.unsignedinteger[Any]]:
         return np.frombuffer(content, self.dtype)[: self.prompt(document, content)]
 
     def _batch_of(self, document: int) -> tuple[StoredBatch, int]:
