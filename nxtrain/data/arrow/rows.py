@@ -415,6 +415,8 @@ def _json_text(record: dict[str, Any], field: str, option: str) -> bytes:
         except UnicodeEncodeError as error:
             detail = f'"{field}" holds half of a surrogate pair at character {error.start}'
             raise BadRowError(INVALID_UTF8, detail) from None
+    if text is None and field in record:
+        raise BadRowError(MISSING_FIELD, f'"{field}" is null')
     if text is None:
         fields = ", ".join(sorted(map(str, record))[:8]) or "none"
         raise BadRowError(MISSING_FIELD, f'no "{field}"; fields: {fields}; choose one with {option}')

@@ -130,6 +130,18 @@ def test_a_bad_line_stops_with_its_place_or_is_skipped_and_counted(line: bytes, 
     assert (bad["file"], bad["row"], bad["rows"], bad["reason"]) == (str(source), 2, 1, BAD_LINES[line])
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_a_null_is_named_as_such(name: str, tmp_path: Path) -> None:
+    """A list of the fields, with the missing one among them, would mislead."""
+    table = pa.table({"text": pa.array(["one", None])})
+    if name == "a.parquet":
+        pq.write_table(table, tmp_path / name)
+    else:
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    with pytest.raises(DataError, match=r'row 2: missing field: "text" is null'):
+        prepare(tmp_path / name, out=tmp_path / "o.arrow")
+
+
 def test_a_line_above_the_limit_is_bad_and_the_next_one_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
