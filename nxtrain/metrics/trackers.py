@@ -9,6 +9,7 @@ again, from the metrics file.
 from __future__ import annotations
 
 import math
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,9 @@ from nxtrain.common.io.regular import read_text
 
 PROJECT = "nxtrain"
 """Name of the project (Weights & Biases) or experiment (MLflow) of all runs."""
+
+_LONGEST_NAME = 240
+"""Characters of a metric name. MLflow takes 250, and a number may follow."""
 
 IDENTITY, OPEN = "id.txt", "open.txt"
 
@@ -86,6 +90,7 @@ class MlflowSink:
         from mlflow.tracking import MlflowClient
 
         folder.mkdir(parents=True, exist_ok=True)
+        self._names: dict[str, str] = {}
         with _as_os_error("mlflow"):
             self._client = MlflowClient(tracking_uri=uri)
 
@@ -105,9 +110,19 @@ class MlflowSink:
         from mlflow.entities import Metric
 
         step, now_ms = int(record["step"]), int(1e3 * time.time())
-        metrics = [Metric(key, float(value), now_ms, step) for key, value in numbers_of(record).items()]
+        metrics = [Metric(self._name(key), float(value), now_ms, step) for key, value in numbers_of(record).items()]
         with _as_os_error("mlflow"):
             self._client.log_batch(self._id, metrics=metrics)
+
+    def _name(self, key: str) -> str:
+        """Name of a metric in MLflow, different for different keys."""
+        if key not in self._names:
+            name, taken = metric_name(key), set(self._names.values())
+            number = 2
+            while name in taken:
+                name, number = f"{metric_name(key)} {number}", number + 1
+            self._names[key] = name
+        return self._names[key]
 
     def close(self) -> None:
         """Mark the tracker run as ended."""
@@ -119,6 +134,15 @@ def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
     """Finite numbers of a record, by key."""
     numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
     return {key: value for key, value in numbers.items() if not isinstance(value, bool) and math.isfinite(value)}
+
+
+def metric_name(key: str) -> str:
+    """Metric name that MLflow accepts: letters, digits and some signs, and a path without empty or relative parts.
+
+    A key may have the path or the address of a corpus. MLflow refuses a whole record for one name.
+    """
+    parts = re.sub(r"[^/\w.\- :]", "_", key).split("/")
+    return "/".join(part for part in parts if part not in {"", ".", ".."})[:_LONGEST_NAME]
 
 
 def identity(folder: Path, begin: Callable[[], str]) -> str:

@@ -193,3 +193,34 @@ def test_mlflow_gets_every_record_in_a_folder(tmp_path: Path, monkeypatch: pytes
         for key in result.data.metrics
     }
     assert history == {"step": [(1, 1), (2, 2), (3, 3)], "loss": [(1, 2.5), (3, 2.25)], "grad_norm": [(2, 0.5)]}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_takes_records_with_any_name_of_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A corpus is named by its path or address if the name of its file is not unique."""
+    pytest.importorskip("mlflow", reason="no mlflow: pip install 'nxtrain[mlflow]'")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    from mlflow.tracking import MlflowClient
+
+    names = [
+        "c++",
+        "web(1)",
+        "/data/web.arrow",
+        "s3://b/web.arrow",
+        "../web.arrow",
+        "a/../b",
+        "a\u4e16",
+        "x" * 400,
+        "c__",
+    ]
+    record = {f"tokens/{name}": float(number) for number, name in enumerate(names, 1)}
+    uri = (tmp_path / "store").as_uri()
+    log(config(tmp_path, mlflow=uri), [{"step": 1, **record}])
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("nxtrain")
+    assert experiment is not None
+    (result,) = client.search_runs([experiment.experiment_id])
+    values = {name: value for name, value in result.data.metrics.items() if name != "step"}
+    assert sorted(values.values()) == sorted(record.values())
+    assert values["tokens/data/web.arrow"] == record["tokens//data/web.arrow"]
+    assert values["tokens/c__ 2"] == record["tokens/c__"]
