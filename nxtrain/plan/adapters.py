@@ -134,13 +134,15 @@ class FrozenBytes:
     """Bytes of the frozen parameters of a stage.
 
     Args:
-        block: Bytes of one block, unsharded over the ranks that share training state.
+        block: Bytes of the largest block, unsharded over the ranks that share training state.
+        blocks: Bytes of all blocks, unsharded as well.
         rest: Bytes of the parameters outside the blocks, unsharded as well.
         held: Bytes of the whole stage that the first rank holds.
         largest_matrix: Bytes of the largest quantized matrix after dequantization; 0 without quantization.
     """
 
     block: int = 0
+    blocks: int = 0
     rest: int = 0
     held: int = 0
     largest_matrix: int = 0
@@ -164,13 +166,17 @@ def frozen_bytes(stage: Stage, tp: int, shard: int, size: int, *, quantized: boo
         size: Bytes of a parameter in the type of the computation.
         quantized: Matrices of the blocks are in NF4.
     """
-    block, rest = block_entries(stage, tp, shard), rest_entries(stage, tp, shard)
-    matrices = matrix_entries(stage, tp, shard)
-    matrix_size: float = size
-    largest_matrix = 0
-    if quantized:
-        matrix_size = NF4_BYTES
-        largest_matrix = matrices.largest * size
-    whole = int(matrices.local * matrix_size) + (block.local - matrices.local) * size
-    held = int(matrices.rows * matrix_size) + (block.rows - matrices.rows) * size
-    return FrozenBytes(whole, rest.local * size, stage.num_blocks * held + rest.rows * size, largest_matrix)
+    rest = rest_entries(stage, tp, shard)
+    matrix_size: float = NF4_BYTES if quantized else size
+    largest_block = all_blocks = largest_matrix = 0
+    held = rest.rows * size
+    for number, kind in ((stage.num_blocks - stage.num_dense, stage), (stage.num_dense, stage.dense)):
+        if not number:
+            continue
+        block, matrices = block_entries(kind, tp, shard), matrix_entries(kind, tp, shard)
+        whole = int(matrices.local * matrix_size) + (block.local - matrices.local) * size
+        held += number * (int(matrices.rows * matrix_size) + (block.rows - matrices.rows) * size)
+        largest_block, all_blocks = max(largest_block, whole), all_blocks + number * whole
+        if quantized:
+            largest_matrix = max(largest_matrix, matrices.largest * size)
+    return FrozenBytes(largest_block, all_blocks, rest.local * size, held, largest_matrix)

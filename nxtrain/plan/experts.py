@@ -68,7 +68,7 @@ def expert_work_bytes(job: Job) -> int:
     experts = mixture.num_experts // job.config.parallel.ep
     rows = 2 * job.slots * job.dimensions.hidden_size
     between = 8 * job.slots * job.inner_width  # gate, values and their gradients, and four products of both
-    if _num_adapters(job):
+    if _num_adapters(job) or mixture.limit is not None:
         between = 3 * job.slots * job.inner_width  # the other intermediates are kept already
     matrices = 0
     if job.num_micro > 1 and job.adapters is None:

@@ -57,6 +57,11 @@ class Job:
     config: RunConfig
     shorter_len: int = 0
 
+    @cached_property
+    def dense(self) -> Job:
+        """The same job for a model in which no block has experts."""
+        return replace(self, dimensions=self.dimensions.dense)
+
     @property
     def world(self) -> int:
         """Number of ranks of the job."""
@@ -287,9 +292,18 @@ class Job:
 
     @property
     def slots(self) -> int:
-        """Rows that a rank's experts compute for a micro-batch if routers balance the load; 0 without experts."""
-        mixture = self.dimensions.mixture
-        return 0 if mixture is None else self.micro_tokens * mixture.experts_per_token
+        """Rows that a rank's experts compute for a micro-batch if routers balance the load; 0 without experts.
+
+        With a capacity, shapes that do not depend on the routing have rows for the capacity of every expert.
+        """
+        mixture, model = self.dimensions.mixture, self.config.model
+        if mixture is None:
+            return 0
+        slots = self.micro_tokens * mixture.experts_per_token
+        is_static = self.backend != "cpu" and (self.backend != ON_GPUS or self.config.parallel.ep > 1)
+        if model.moe_dispatch == "capacity" and (is_static or self.config.compile.torch_compile):
+            return mixture.num_experts * math.ceil(slots * model.moe_capacity_factor / mixture.num_experts)
+        return slots
 
     @cached_property
     def vocab_rows(self) -> int:

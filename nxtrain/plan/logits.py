@@ -30,7 +30,9 @@ def chunk_bytes(job: Job) -> int:
     rows = job.vocab_rows
     is_padded = rows * job.config.parallel.tp > job.dimensions.vocab_size
     wide_copies = 2 * FLOAT if is_padded else FLOAT
-    entry = wide_copies if size == FLOAT else FLOAT + 2 * size
+    entry = wide_copies
+    if size < FLOAT:  # the masked copy of padded columns is free when the gradient gets its own type
+        entry = size + max(wide_copies, FLOAT + size)
     if job.config.precision.params == "fp16":
         entry += wide_copies
     chunk = max(1, (job.config.train.logits_mib(job.backend) << 20) // (FLOAT * rows))

@@ -94,7 +94,7 @@ def _forward(job: Job, stage: int, accumulated: int, gathered: int = 0) -> Itera
         flights = in_flight(job, stage)
         others = _kept_of_blocks(job, stage) * (flights - 1) // flights
         work = forward_working_bytes(job) + job.frozen(stage).largest_matrix
-        kept = _on_device(job, others) + _beside_blocks(job, stage) + work
+        kept = _on_device(job, stage, others) + _beside_blocks(job, stage) + work
         yield Moment(_earlier_grads(job, stage, accumulated), kept, 0, gathered)
 
 
@@ -105,9 +105,20 @@ def _is_first_block(job: Job, stage: int) -> bool:
 
 
 def _working(job: Job, stage: int) -> int:
-    if _is_first_block(job, stage):
-        return first_working_bytes(job)
-    return working_bytes(job)
+    """Bytes of the largest temporary tensors of any block of a stage, with or without experts."""
+    work = first_working_bytes if _is_first_block(job, stage) else working_bytes
+    return max(work(kind) for kind in _kinds(job, stage))
+
+
+def _kinds(job: Job, stage: int) -> list[Job]:
+    """Jobs whose blocks a stage has: with experts, as in the model, and without experts."""
+    kind = job.stages[stage]
+    kinds = []
+    if kind.num_blocks > kind.num_dense:
+        kinds.append(job)
+    if kind.num_dense:
+        kinds.append(job.dense)
+    return kinds
 
 
 def _repeats(job: Job, stage: int) -> bool:
@@ -256,7 +267,7 @@ def _logits(job: Job, stage: int) -> int:
 
 def kept_bytes(job: Job, stage: int) -> int:
     """Bytes of activations saved for the backward passes of all micro-batches in flight, and of transferred tensors."""
-    return _on_device(job, _kept_of_blocks(job, stage)) + _beside_blocks(job, stage)
+    return _on_device(job, stage, _kept_of_blocks(job, stage)) + _beside_blocks(job, stage)
 
 
 def _kept_of_blocks(job: Job, stage: int) -> int:
@@ -272,9 +283,16 @@ def _kept_of_blocks(job: Job, stage: int) -> int:
 
 def _kept_of_chunks(job: Job, stage: int) -> tuple[int, ...]:
     """Bytes that the blocks of each chunk save for one micro-batch."""
-    kept = [num_blocks * block_bytes(job) for num_blocks in job.stages[stage].blocks]
+    kept = []
+    for part in job.parts[stage]:
+        num_dense = sum(index in part.blocks for index in job.dimensions.dense_layers)
+        of_part = (len(part.blocks) - num_dense) * block_bytes(job)
+        if num_dense:
+            of_part += num_dense * block_bytes(job.dense)
+        kept.append(of_part)
     if job.stages[stage].first:
-        kept[0] -= untracked_bytes(job)
+        first = job.dense if 0 in job.dimensions.dense_layers else job
+        kept[0] -= untracked_bytes(first)
     return tuple(kept)
 
 
@@ -285,10 +303,10 @@ def offloaded_bytes(job: Job, stage: int) -> int:
     return _kept_of_blocks(job, stage)
 
 
-def _on_device(job: Job, of_blocks: int) -> int:
+def _on_device(job: Job, stage: int, of_blocks: int) -> int:
     """Bytes of the blocks' activations on the device; with offload those of two blocks, one of them in transfer."""
     if "activations" in job.config.parallel.offload:
-        return min(of_blocks, 2 * block_bytes(job))
+        return min(of_blocks, 2 * max(block_bytes(kind) for kind in _kinds(job, stage)))
     return of_blocks
 
 
@@ -297,7 +315,7 @@ def last_kept_bytes(job: Job, stage: int) -> int:
     parallel, kept = job.config.parallel, _kept_of_chunks(job, stage)
     others = (parallel.virtual_pp - 1) * group_sizes(parallel.pp, job.num_micro)[-1]
     of_blocks = kept[-1] + others * max(kept[:-1], default=0)
-    return _on_device(job, of_blocks) + _beside_blocks(job, stage)
+    return _on_device(job, stage, of_blocks) + _beside_blocks(job, stage)
 
 
 def _beside_blocks(job: Job, stage: int) -> int:

@@ -168,7 +168,7 @@ def gather_bytes(job: Job, stage: int) -> float:
     outer = frozen.rest
     if job.adapters is None:
         outer = rest_entries(job.stages[stage], parallel.tp, 1).local * job.params_size
-    base = sum(job.stages[stage].blocks) * frozen.block + frozen.rest
+    base = frozen.blocks + frozen.rest
     holders = job.shard_size // parallel.ep
     experts = (holders - 1) / holders * trained.experts
     sent = share * (trained.local - trained.experts) + experts

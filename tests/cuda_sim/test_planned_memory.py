@@ -40,6 +40,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+CAPACITY: dict[str, Any] = {
+    "family": "mixtral",
+    "moe_dispatch": "capacity",
+    "moe_capacity_factor": 4.0,
+    "config": {**SHAPE, "num_hidden_layers": 2, "num_local_experts": 8, "num_experts_per_tok": 2},
+}
+"""Experts with rows for four times an even load."""
+
+
 def peak(backend: Any, tables: Mapping[str, Mapping[str, Any]]) -> tuple[int, Bytes]:
     """Bytes of the allocator at the peak of a second step, and the plan of the stage, without memory of libraries."""
     import torch
@@ -77,4 +86,10 @@ def test_a_plan_without_a_kind_of_memory_is_seen(gpu: SimulatedGpu) -> None:
 @pytest.mark.parametrize("name", one_in(2, LAYOUTS))
 def test_the_peak_of_each_rank_is_the_planned_one(gpu: SimulatedGpu, name: str) -> None:
     for result, planned in gpu.run(play, 2, peak, {"parallel": LAYOUTS[name]}):
+        assert result == pytest.approx(planned.total, rel=TOLERANCE)
+
+
+def test_divided_experts_with_a_capacity_have_rows_for_all_of_it(gpu: SimulatedGpu) -> None:
+    tables = {"model": CAPACITY, "parallel": {"dp": 2, "ep": 2}}
+    for result, planned in gpu.run(play, 2, peak, tables):
         assert result == pytest.approx(planned.total, rel=TOLERANCE)

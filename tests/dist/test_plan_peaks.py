@@ -88,6 +88,12 @@ RUNS: dict[str, Tables] = {
         "train": {"seq_len": 64},
     },
     "tp": {"parallel": {"tp": 2}, "model": {"vocab_size": 1001, "intermediate_size": 353}},
+    "a padded vocabulary": {
+        "parallel": {"tp": 2},
+        "model": {"vocab_size": 6001, "num_hidden_layers": 1},
+        "precision": MASTER,
+        "finetune": {"method": "lora", "r": 8},
+    },
     "tp, sequence parallel": {"parallel": {"tp": 4, "sequence_parallel": True}, "precision": MASTER},
     "more tp than K/V heads": {"parallel": {"tp": 4}, "model": {"num_key_value_heads": 2}, "train": {"seq_len": 64}},
     "dp": {"parallel": {"dp": 2}, "train": {**FEW, "global_batch": 4}},
@@ -222,7 +228,35 @@ RUNS: dict[str, Tables] = {
             "mlp_only_layers": [0, 2],
         }
     },
+    "wide blocks without experts, stages, lora": {
+        "model": {
+            "family": "qwen3_moe",
+            "num_experts": 8,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 64,
+            "intermediate_size": 1500,
+            "mlp_only_layers": [1, 3],
+        },
+        "parallel": {"pp": 2},
+        "train": {"remat": "full"},
+        "finetune": {"method": "lora", "r": 4, "targets": ["q_proj", "o_proj"]},
+        "precision": MASTER,
+    },
+    "wide blocks without experts, full": {
+        "model": {
+            "family": "qwen3_moe",
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "intermediate_size": 1500,
+            "mlp_only_layers": [0],
+        },
+        "parallel": {"dp": 2, "shard": "full"},
+        "train": {"seq_len": 64},
+        "precision": MASTER,
+    },
     "sinks, biases of experts": {"model": GPT_OSS},
+    "sinks, wide experts": {"model": {**GPT_OSS, "intermediate_size": 1024}},
     "sinks, divided experts, zero1": {
         "model": {**GPT_OSS, "num_hidden_layers": 2},
         "parallel": {"dp": 2, "ep": 2, "shard": "zero1"},
