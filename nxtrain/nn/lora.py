@@ -45,6 +45,15 @@ EXPERT_TARGETS = "experts.gate_up_proj", "experts.down_proj"
 
 _SWITCH = "adapter_switch"
 
+_FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+"""Name of the fused layer that computes several layers with the same input, by the name of each of them."""
+
 
 def is_adapter(parameter: str) -> bool:
     """True if a parameter name belongs to an adapter."""
@@ -179,7 +188,9 @@ def _adapt_layer(
             layer.register_parameter(leaf, tp.empty(matrix))
     drop = None
     if dropout is not None:
-        drop = dropout.of_layer(path, features, sequence)
+        prefix, dot, leaf = path.rpartition(".")
+        # One mask for all layers that read the same input, so that fused and separate layers drop the same entries.
+        drop = dropout.of_layer(f"{prefix}{dot}{_FUSED.get(leaf, leaf)}", features, sequence)
     adapted = cast(Any, layer)
     adapted.adapters = _Adapters(tuple(chosen), config.r, scale_of(config), tp, drop, switch)
     layer.is_uniform = drop is None

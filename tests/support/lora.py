@@ -90,8 +90,15 @@ def with_dropout(drawn: DrawnAdapters, share: float = 0.3) -> DrawnAdapters:
 
 
 def wanted_of_one_rank(drawn: DrawnAdapters) -> Course:
-    """The course of one CPU rank that recomputes nothing."""
-    alone = with_keys(drawn, train__remat="none", backend__name="cpu")
+    """The course of one CPU rank that recomputes nothing, and fuses the layers that the run does not fuse."""
+    model = drawn.resolved.config.model
+    alone = with_keys(
+        drawn,
+        train__remat="none",
+        backend__name="cpu",
+        model__fused_qkv=not model.fused_qkv,
+        model__fused_gate_up=not model.fused_gate_up,
+    )
     plain = [line for line in alone.overrides if not line.startswith(("parallel.", "backend.cpu_transport"))]
     alone = replace(alone, degrees=ONE, overrides=(*plain, "parallel.tp=1"))
     course = ours(CpuBackend(), alone, all_weights(drawn))
