@@ -20,6 +20,7 @@ from torch import nn
 from nxtrain.backends.base import Backend
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.family import CausalLM
+from nxtrain.nn.dropout import count_outside
 
 
 def compile_model(model: nn.Module, backend: Backend, *, whole: bool) -> None:
@@ -44,6 +45,7 @@ def compile_model(model: nn.Module, backend: Backend, *, whole: bool) -> None:
     lm = cast(CausalLM, model)
     if whole:
         lm.loss = compiled(lm.loss)  # type: ignore[method-assign]
+        count_outside(model)
         return
     for block in lm.blocks:
         block.forward = compiled(block.forward)

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from nxtrain.backends.rounding import mix_, random_bits
 from nxtrain.common.batch_sizes import BatchSizes
@@ -90,6 +91,7 @@ class Dropout:
         self._sizes = train.batch_sizes()
         self._layers: list[LayerDropout] = []
         self._passes: list[tuple[int, int]] = []
+        self._hooks: list[RemovableHandle] = []
         self._is_ready = False
         self.sequences: Tensor | None = None
         self.kept = torch.tensor(1 - share)
@@ -120,8 +122,27 @@ class Dropout:
         blocks = iter(cast(CausalLM, model).blocks)
         for part, number in enumerate(parts):
             own = [next(blocks) for _ in range(number)]
-            own[0].register_forward_pre_hook(partial(self._enter, part))
+            self._hooks.append(own[0].register_forward_pre_hook(partial(self._enter, part)))
         self._passes = [(0, 0)] * len(parts)
+
+    def count_outside(self, model: nn.Module) -> None:
+        """Count the passes before the loss of a model, instead of at its first block, which is inside of a graph.
+
+        The index of a sequence would be a constant of the graph.
+
+        Args:
+            model: A `CausalLM` of one part, whose whole loss is compiled.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        lm = cast(CausalLM, model)
+        loss = lm.loss
+
+        def counted(tokens: Tensor, *others: Tensor) -> Tensor:
+            self._enter(0, model, (tokens,))
+            return loss(tokens, *others)
+
+        lm.loss = counted  # type: ignore[method-assign]
 
     def begin(self, steps: int, sizes: BatchSizes) -> None:
         """Set the pass counters to a number of finished steps; `sizes` has the global batch size of each step."""
@@ -144,7 +165,7 @@ class Dropout:
         finally:
             self.sequences = at_work
 
-    def _enter(self, part: int, block: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _enter(self, part: int, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Set the sequence indices of a pass; a recomputation calls the block's forward directly, and not this hook."""
         if not torch.is_grad_enabled():
             self.sequences = None
@@ -168,6 +189,13 @@ def resume_dropout(model: nn.Module, steps: int, sizes: BatchSizes) -> None:
     dropout: Dropout | None = getattr(model, _ATTRIBUTE, None)
     if dropout is not None:
         dropout.begin(steps, sizes)
+
+
+def count_outside(model: nn.Module) -> None:
+    """Count the passes outside of a compiled loss, see `Dropout.count_outside`; do nothing without dropout."""
+    dropout: Dropout | None = getattr(model, _ATTRIBUTE, None)
+    if dropout is not None:
+        dropout.count_outside(model)
 
 
 def _hashes(numbers: Tensor) -> Tensor:

@@ -147,17 +147,17 @@ def test_a_graph_gathers_each_unit_once_and_again_only_if_units_are_freed(
         assert backward == {"reduce_scatter_tensor": 5} | ({"all_gather_into_tensor": again} if again else {})
 
 
-@pytest.mark.parametrize("dropout", one_in(2, [0.3, 0.0]))
-def test_compiled_blocks_with_adapters_train_as_plain_ones(ranks: RankPool, dropout: float) -> None:
+@pytest.mark.parametrize(("parts", "dropout"), one_in(3, [(True, 0.3), (True, 0.0), ("step", 0.0), ("step", 0.3)]))
+def test_compiled_passes_with_adapters_train_as_plain_ones(ranks: RankPool, parts: Any, dropout: float) -> None:
     """The first block has a graph of its own, since its input has no gradient."""
     plain = layout("gqa2", tp=1, remat="full", micro=2, config=LAYERS)
     lora = {"method": "lora", "r": 4, "targets": ("q_proj", "v_proj", "down_proj"), "dropout": dropout}
     resolved = changed(plain, finetune=lora)
     base = weights_of(resolved)
     given = {**base, **adapters_of(resolved, base)}
-    ((course, graphs),) = ranks.run(1, run, changed(resolved, compile={"torch_compile": True}), given)
+    ((course, graphs),) = ranks.run(1, run, changed(resolved, compile={"torch_compile": parts}), given)
     (expected,) = ranks.run(1, run_ours, resolved, STEPS, given)
-    assert graphs == 2
+    assert graphs == {True: 2, "step": 1}[parts]
     assert course.losses == pytest.approx(expected.losses, rel=0, abs=2e-6)
     assert course.norms == pytest.approx(expected.norms, rel=1e-5)
 
