@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from nxtrain.common.errors import Problem
@@ -108,7 +109,7 @@ def _preferences(config: RunConfig, *, has_weights: bool) -> Iterator[Problem]:
 
 
 def quantized_cut(name: str, spec: ShardSpec, tp: Axis) -> Iterator[Problem]:
-    """Check that tensor parallel ranks get whole quantization blocks of a matrix; yield the problem if not.
+    """Check that a matrix and its tensor parallel parts are whole quantization blocks; yield the problem if not.
 
     Args:
         name: Name of the layer.
@@ -117,6 +118,14 @@ def quantized_cut(name: str, spec: ShardSpec, tp: Axis) -> Iterator[Problem]:
     """
     if spec.has_whole_runs(tp, BLOCK):
         return
+    for segment in spec.segments:
+        num_weights = math.prod(spec.global_shape(segment))
+        if num_weights % BLOCK:
+            matrix = segment.name or name
+            reason = f"qlora quantizes blocks of {BLOCK} weights, and {matrix} of {spec.global_shape(segment)} has "
+            reason += f"{num_weights:,} weights, which {BLOCK} does not divide"
+            yield Problem("finetune.method", reason, hint="use finetune.method=lora")
+            return
     columns = spec.shape[1]
     if spec.dim:
         share = f"{columns} / {tp.size} = {columns / tp.size:g} weights of each row"

@@ -14,7 +14,7 @@ from torch import nn
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import Init, Segment, ShardSpec
-from nxtrain.config.finetune import BLOCK
+from nxtrain.config.finetune import BLOCK, quantized_cut
 from nxtrain.nn.quantized import quantize
 from nxtrain.parallel.linear import RowLinear
 from nxtrain.parallel.regions import TensorParallel
@@ -48,6 +48,18 @@ def test_a_cut_is_allowed_where_every_rank_holds_whole_blocks(
     spec = ShardSpec((rows * max(1, len(segments)), columns), dim=dim, segments=segments)
     expected = all(holds_whole_blocks(spec, axis(size, rank)) for rank in range(size))
     assert spec.has_whole_runs(axis(size, 0), BLOCK) == expected
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_matrix_of_no_whole_blocks_is_refused_as_one_that_no_layout_can_quantize(size: int, dim: int) -> None:
+    (problem,) = quantized_cut("o_proj", ShardSpec((20, 66), dim=dim), axis(size, 0))
+    assert problem.key == "finetune.method"
+    assert (
+        problem.reason
+        == "qlora quantizes blocks of 64 weights, and o_proj of (20, 66) has 1,320 weights, which 64 does not divide"
+    )
+    assert problem.hint == "use finetune.method=lora"
 
 
 def test_a_cut_inside_a_block_is_refused_with_the_matrix_and_the_way_out() -> None:
