@@ -138,11 +138,11 @@ class Dropout:
         lm = cast(CausalLM, model)
         loss = lm.loss
 
-        def counted(tokens: Tensor, *others: Tensor) -> Tensor:
+        def counted(tokens: Tensor, *others: Any) -> Tensor:
             self._enter(0, model, (tokens,))
             return loss(tokens, *others)
 
-        lm.loss = counted  # type: ignore[method-assign]
+        lm.loss = counted  # type: ignore[assignment,method-assign]
 
     def begin(self, steps: int, sizes: BatchSizes) -> None:
         """Set the pass counters to a number of finished steps; `sizes` has the global batch size of each step."""
