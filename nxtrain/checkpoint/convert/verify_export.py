@@ -139,7 +139,11 @@ def _scores_of_transformers(folder: Path, tokens: Tensor, dtype: torch.dtype) ->
         raise CheckpointError("--verify needs transformers: pip install transformers") from error
     disable_progress_bar()  # transformers shows one for each tensor that it reads
     with torch.no_grad(), _without_device_choice():
-        scores: Tensor = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)(input_ids=tokens).logits.float()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        if hasattr(model, "set_experts_implementation"):
+            # Torch's grouped product, the default, needs matrices whose rows are multiples of 16 bytes.
+            model.set_experts_implementation("eager")
+        scores: Tensor = model(input_ids=tokens).logits.float()
     return scores
 
 

@@ -33,6 +33,25 @@ def exported(folder: Path, shape: str, dtype: torch.dtype, std: float) -> tuple[
     return directory.find_checkpoint(folder / "ours"), folder / "export"
 
 
+WIDTHS = {"hidden_size": 66, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "llama": {"intermediate_size": 37},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 13},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 13},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 13},
+}
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_exports_of_experts_of_any_width_are_verified(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    model = plan("gqa2", model={"family": family, "config": {**WIDTHS, **EXPERTS[family]}})
+    hf_model(model, std=0.1).to(dtype).save_pretrained(tmp_path / "hf")
+    hf_to_nxtrain(tmp_path / "hf", tmp_path / "ours")
+    nxtrain_to_hf(tmp_path / "ours", tmp_path / "export")
+    verify_export(directory.find_checkpoint(tmp_path / "ours"), tmp_path / "export", CpuBackend())
+
+
 def change(export: Path, act: Change) -> None:
     """Rewrite an export."""
     file, settings = export / "model.safetensors", export / "config.json"
