@@ -170,9 +170,9 @@ class Backend(RankGroup):
     def support() -> Support:
         """Check if this backend can run on this machine, and give the reason; the check claims no device."""
 
-    @abstractmethod
     def put(self, x: Tensor) -> Tensor:
         """Copy a host tensor to the device."""
+        return x.to(self.device)
 
     def pin(self, memory: Tensor) -> Callable[[], None] | None:
         """Pin host memory, so that copies from the device do not block the host.

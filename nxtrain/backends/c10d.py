@@ -34,12 +34,13 @@ class C10dBackend(Backend):
     """Backend whose ranks are processes of `torch.distributed`.
 
     `_group_patience_s` is added to the time limit of process groups whose clock starts before the watchdog's, in
-    seconds.
+    seconds. `_lost` is the message about a lost rank whose waits have been ended.
     """
 
     collectives: C10dCollectives
     diagnostics: Diagnostics = C10dDiagnostics()
     _group_patience_s = 0.0
+    _lost = ""
 
     def _read_placement(self) -> None:
         placement = Placement.read()
@@ -72,6 +73,16 @@ class C10dBackend(Backend):
                     device_id=device_id,
                 )
 
+    def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+        flat = [value.detach().to(self.device, torch.float32).reshape(-1) for value in values.values()]
+        numbers = torch.cat(flat).tolist()
+        if self._lost:
+            raise LostPeerError(self._lost)
+        return dict(zip(fetched_names(values), numbers, strict=True))
+
+    def scalars(self, *values: float) -> tuple[Tensor, ...]:
+        return self.put(torch.tensor(values, dtype=torch.float32)).unbind()
+
     def lay_out(self, mesh: Mesh) -> None:
         self.collectives.lay_out(mesh)
 
@@ -90,17 +101,6 @@ class AcceleratorBackend(C10dBackend):
     """Backend whose device has its own memory and computes asynchronously to the host."""
 
     is_asynchronous = True
-    _lost = ""
-
-    def put(self, x: Tensor) -> Tensor:
-        return x.to(self.device)
-
-    def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
-        flat = [value.detach().to(self.device, torch.float32).reshape(-1) for value in values.values()]
-        numbers = torch.cat(flat).tolist()
-        if self._lost:
-            raise LostPeerError(self._lost)
-        return dict(zip(fetched_names(values), numbers, strict=True))
 
     def abandon(self, failure: str) -> None:
         # Set before the waits end, since the main thread continues as soon as its device does.
@@ -112,6 +112,3 @@ class AcceleratorBackend(C10dBackend):
         if self._lost and not isinstance(error, NxtrainError):
             error = LostPeerError(self._lost)
         return super().failed(error)
-
-    def scalars(self, *values: float) -> tuple[Tensor, ...]:
-        return self.put(torch.tensor(values, dtype=torch.float32)).unbind()

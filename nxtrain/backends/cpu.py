@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from nxtrain.backends.base import DEFAULTS, BackendSettings, Support, fetched_names
+from nxtrain.backends.base import DEFAULTS, BackendSettings, Support
 from nxtrain.backends.c10d import C10dBackend, C10dDiagnostics
 from nxtrain.backends.cpu_kernels import CpuKernels
 from nxtrain.backends.cpu_native.build import LibraryBuildError, load
@@ -97,16 +95,6 @@ class CpuBackend(C10dBackend):
     def choose_float8(self, recipe: str, params: str) -> None:
         if recipe != "none":
             self.float8 = f"float8: {recipe}, emulated by casts and float32 products, slower than without"
-
-    def put(self, x: Tensor) -> Tensor:
-        return x
-
-    def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
-        flat = [value.detach().float().reshape(-1) for value in values.values()]
-        return dict(zip(fetched_names(values), torch.cat(flat).tolist(), strict=True))
-
-    def scalars(self, *values: float) -> tuple[Tensor, ...]:
-        return torch.tensor(values, dtype=torch.float32).unbind()
 
 
 def keep_heap() -> None:

@@ -14,7 +14,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 from nxtrain.backends.limits import LONGEST_SCORES
-from nxtrain.backends.ranged_attention import Blocks, RangedAttention, SinkAttention, whole_rows
+from nxtrain.backends.ranged_attention import AttentionToRanges, Blocks, RangedAttention, SinkAttention, whole_rows
 from nxtrain.backends.rounding import round_by_pairs, round_one_by_one
 from nxtrain.backends.torch_attention import sdpa
 from nxtrain.common.kernels import AdamStep, Float8Matrix, Kernels, KeyRanges, MeanDecay, RoundingKey, RowGroups, Rows
@@ -22,8 +22,13 @@ from nxtrain.common.vocab import PROBABILITY_UNITS, VocabColumns
 
 
 class PlainKernels(Kernels):
-    """Kernels of elementary operations; numbers that change per step are device tensors, so XLA graphs stay equal."""
+    """Kernels of elementary operations; numbers that change per step are device tensors, so XLA graphs stay equal.
 
+    Attributes:
+        bounded: A vendor's attention for documents and windows; None to use elementary operations.
+    """
+
+    bounded: AttentionToRanges | None = None
     _blocks = Blocks()
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -70,7 +75,10 @@ class PlainKernels(Kernels):
     def document_attention(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None = None
     ) -> Tensor:
-        out: Tensor = RangedAttention.apply(q, k, v, whole_rows(q, starts, window), self)
+        kernels: AttentionToRanges = self
+        if self.bounded is not None:
+            kernels = self.bounded
+        out: Tensor = RangedAttention.apply(q, k, v, whole_rows(q, starts, window), kernels)
         return out
 
     def has_visible_keys(self, ranges: KeyRanges) -> bool:

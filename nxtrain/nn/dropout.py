@@ -135,14 +135,14 @@ class Dropout:
         """
         for hook in self._hooks:
             hook.remove()
-        lm = cast(CausalLM, model)
+        lm = cast(Any, model)
         loss = lm.loss
 
-        def counted(tokens: Tensor, *others: Any) -> Tensor:
+        def counted(tokens: Tensor, *others: Tensor | None) -> Tensor:
             self._enter(0, model, (tokens,))
-            return loss(tokens, *others)
+            return cast(Tensor, loss(tokens, *others))
 
-        lm.loss = counted  # type: ignore[assignment,method-assign]
+        lm.loss = counted
 
     def begin(self, steps: int, sizes: BatchSizes) -> None:
         """Set the pass counters to a number of finished steps; `sizes` has the global batch size of each step."""

@@ -17,7 +17,6 @@ from nxtrain.backends.neuron.bounded import BoundedKernels
 from nxtrain.backends.neuron.experts import choose_experts
 from nxtrain.backends.neuron.flash import FlashFunction, flash_attention, load
 from nxtrain.backends.neuron.hardware import this_machine
-from nxtrain.backends.ranged_attention import RangedAttention, whole_rows
 from nxtrain.backends.xla.backend import XlaBackend, XlaDiagnostics, XlaKernels
 from nxtrain.backends.xla.environment import extracting, refuse_dead_variables
 from nxtrain.common.kernels import RoundingKey
@@ -65,14 +64,6 @@ class NeuronKernels(XlaKernels):
         if self.flash is None:
             return super().attention(q, k, v)
         return flash_attention(self.flash, self.lnc, q, k, v)
-
-    def document_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None = None
-    ) -> Tensor:
-        if self.bounded is None:
-            return super().document_attention(q, k, v, starts, window)
-        out: Tensor = RangedAttention.apply(q, k, v, whole_rows(q, starts, window), self.bounded)
-        return out
 
     def stochastic_round(self, x: Tensor, out: Tensor, key: RoundingKey, step: Tensor) -> None:
         if self.rounds and not key.shared:

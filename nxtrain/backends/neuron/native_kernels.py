@@ -8,9 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from nxtrain.backends.neuron.bounded import BoundedKernels
 from nxtrain.backends.neuron.native_rounding import Rounder, round_by_views
-from nxtrain.backends.ranged_attention import RangedAttention, whole_rows
 from nxtrain.backends.torch_attention import sdpa
 from nxtrain.backends.torch_kernels import PlainKernels, masked_cross_entropy, rms_norm
 from nxtrain.common.kernels import RoundingKey
@@ -28,7 +26,7 @@ class NeuronNativeKernels(PlainKernels):
     Attributes:
         compiles: `fuse` compiles functions.
         grouped: Attention takes grouped key/value heads, without copies per query head.
-        bounded: The NKI Library's attention for documents and windows; None to use elementary operations.
+        bounded: The NKI Library's attention.
         rounder: Stochastic rounding in software; `rounds_on_host` is set if it is `round_on_host`.
         rounds: The hardware rounds casts stochastically.
     """
@@ -39,7 +37,6 @@ class NeuronNativeKernels(PlainKernels):
         super().__init__()
         self.compiles = False
         self.grouped = False
-        self.bounded: BoundedKernels | None = None
         self.rounds = False
         self.rounder: Rounder = round_by_views
         self._norm = rms_norm
@@ -48,14 +45,6 @@ class NeuronNativeKernels(PlainKernels):
         if self.grouped:
             return sdpa(q, k, v, grouped=True)
         return super().attention(q, k, v)
-
-    def document_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int | None = None
-    ) -> Tensor:
-        if self.bounded is None:
-            return super().document_attention(q, k, v, starts, window)
-        out: Tensor = RangedAttention.apply(q, k, v, whole_rows(q, starts, window), self.bounded)
-        return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         # The final norm of the model is outside of the blocks' graphs.

@@ -262,9 +262,6 @@ class XlaBackend(Backend):
     def support() -> Support:
         return support()
 
-    def put(self, x: Tensor) -> Tensor:
-        return x.to(self.device)
-
     def fetch(self, values: Mapping[str, Tensor]) -> dict[str, float]:
         # After the boundary the values are device buffers: reading them moves bytes and builds no graph. Any operation
         # on the device would, also `detach`.
