@@ -161,7 +161,8 @@ def prepare(
     """
     from nxtrain.common.io.atomic import naming
     from nxtrain.common.process.signals import noted
-    from nxtrain.data.arrow.preparation import PreparationRequest, prepare_corpus
+    from nxtrain.data.arrow.preparation import prepare_corpus
+    from nxtrain.data.arrow.preparation_request import PreparationRequest
     from nxtrain.data.arrow.presentation import ConsoleWatcher
 
     if not field:

@@ -184,10 +184,10 @@ def declared_end(file: Path) -> str:
 def declared_token(folder: Location, role: str) -> str:
     """Token with a role, such as `bos_token`, in the `tokenizer_config.json` of a folder; empty if absent."""
     config = folder / "tokenizer_config.json"
-    declared = None
     try:
-        if config.is_file():
-            declared = json.loads(content_of(config)).get(role)
+        declared = json.loads(content_of(config)).get(role)
+    except FileNotFoundError:
+        return ""
     except OSError as error:
         raise unreadable(f"data.tokenizer: {config}", error) from error
     except (RecursionError, ValueError) as error:

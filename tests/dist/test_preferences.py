@@ -22,7 +22,8 @@ from nxtrain.common.vocab import END_BIT, PROMPT_BIT
 from nxtrain.config.check import Resolved
 from nxtrain.data import loader
 from nxtrain.data.arrow.pairs import PairSamples
-from nxtrain.data.arrow.preparation import PreparationRequest, Watcher, prepare_corpus
+from nxtrain.data.arrow.preparation import Watcher, prepare_corpus
+from nxtrain.data.arrow.preparation_request import PreparationRequest
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.train import preferences, reference, step
 from nxtrain.train.context import RunContext

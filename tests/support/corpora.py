@@ -23,7 +23,8 @@ from nxtrain.common.vocab import END_BIT, IGNORE_INDEX
 from nxtrain.data.arrow import ipc
 from nxtrain.data.arrow.columns import CHECKSUMS_KEY
 from nxtrain.data.arrow.hub_files import HubAddress
-from nxtrain.data.arrow.preparation import PreparationOutcome, PreparationRequest, Watcher, prepare_corpus
+from nxtrain.data.arrow.preparation import PreparationOutcome, Watcher, prepare_corpus
+from nxtrain.data.arrow.preparation_request import PreparationRequest
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.loader import Batch, batch_of
 from nxtrain.data.stream_loader import Lane, LaneOrder, LanePosition

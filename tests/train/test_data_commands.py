@@ -102,7 +102,8 @@ PEAK = """
 import sys, threading, time
 from pathlib import Path
 from nxtrain.data.arrow.inspection import inspect_corpus
-from nxtrain.data.arrow.preparation import PreparationRequest, Watcher, prepare_corpus
+from nxtrain.data.arrow.preparation import Watcher, prepare_corpus
+from nxtrain.data.arrow.preparation_request import PreparationRequest
 import pyarrow.parquet, pyarrow as pa
 command, source, out = sys.argv[1], *map(Path, sys.argv[2:])
 def held():

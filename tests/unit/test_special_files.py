@@ -23,7 +23,8 @@ from nxtrain.common.io.regular import NotRegularError, open_regular, read_bytes,
 from nxtrain.config.check import resolve_config
 from nxtrain.config.load import load
 from nxtrain.config.schema import DataConfig
-from nxtrain.data.arrow.preparation import PreparationRequest, Watcher, prepare_corpus
+from nxtrain.data.arrow.preparation import Watcher, prepare_corpus
+from nxtrain.data.arrow.preparation_request import PreparationRequest
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.training import prepare_corpora
 from nxtrain.data.prepare import prepare_tokens

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
-from nxtrain.common.errors import ConfigError, DataError, StoppedBySignal
+from nxtrain.common.errors import DataError, StoppedBySignal
 from nxtrain.common.io.object_store import Location
 from nxtrain.data.arrow.chat import ChatTemplate, with_special_tokens
 from nxtrain.data.arrow.columns import (
@@ -41,11 +39,11 @@ from nxtrain.data.arrow.columns import (
 )
 from nxtrain.data.arrow.hub_files import HubAddress, HubFiles
 from nxtrain.data.arrow.preferences import AnswerWriter
+from nxtrain.data.arrow.preparation_request import PreparationRequest, check_fields, check_output
 from nxtrain.data.arrow.rows import (
     BINARY,
     DEFECTS,
     LABELLED,
-    PAIR,
     TOOLS,
     BadRow,
     Fields,
@@ -74,59 +72,11 @@ BATCH_BYTES = 8 << 20
 BATCH_ROWS = 1 << 17
 """Maximum number of documents in a record batch, since short documents take more memory than their text."""
 
-MIN_SHARD_BYTES = 1 << 16
-
 SHOWN_BAD = 5
 """Maximum number of skipped rows that are printed. The file of bad rows has all of them."""
 
-OnBad = Literal["stop", "skip", "skip binary"]
-
 ToArray: TypeAlias = Callable[[Sequence[bytes], Sequence[int]], tuple[pa.Array, Sequence[int]]]
 """Function that makes an Arrow array of documents and returns their prompt lengths, given prompt lengths in bytes."""
-
-_EXAMPLES = {
-    "--prompt": '{"prompt": "...", "text": "..."}',
-    "--chat": '{"messages": [{"role": "user", "content": "..."}, ...]}',
-    "--pairs": '{"prompt": "...", "chosen": "...", "rejected": "..."}',
-    "--labels": '{"prompt": "...", "completion": "...", "label": true}',
-}
-
-
-@dataclass(frozen=True)
-class PreparationRequest:
-    """Arguments of a corpus preparation.
-
-    Args:
-        sources: Files and folders, objects and bucket prefixes, addresses of the Hub or their downloaded files.
-        out: File to write, or folder of shards; its name ends in `.arrow`.
-        lines: Each line of a text file is a document.
-        only: Pattern that the names of a folder's files must match; empty for all files.
-        tokenizer: Tokenizer that converts the text to ids; None for a corpus of text.
-        shard_bytes: Size at which a shard ends; 0 for one file.
-        restart: Delete an earlier result or unfinished work under the name of `out`.
-        prompt: Field of the prompts, which precede the documents and are not targets; empty for none.
-        chat: The field has conversations, which the tokenizer's chat template converts to text.
-        pairs: Rows are pairs of answers, as strings, or as turns with `chat`.
-        labels: Rows are labelled answers, as strings, or as turns with `chat`.
-        mixed: A folder may contain text files next to other formats.
-        sections: Text files are read in sections of at most `SECTION_BYTES`, which continue each other.
-    """
-
-    sources: Sequence[Location | HubAddress | HubFiles]
-    out: Path
-    field: str = "text"
-    lines: bool = False
-    only: str = ""
-    tokenizer: Path | None = None
-    shard_bytes: int = 0
-    on_bad: OnBad = "stop"
-    restart: bool = False
-    prompt: str = ""
-    chat: bool = False
-    mixed: bool = False
-    sections: bool = False
-    pairs: bool = False
-    labels: bool = False
 
 
 class Watcher:
@@ -171,7 +121,7 @@ def prepare_corpus(request: PreparationRequest, watcher: Watcher) -> Preparation
         StorageError: The storage fails.
         StoppedBySignal: A signal requested a stop.
     """
-    _check(request)
+    check_output(request)
     if request.restart:
         Outputs(request.out).clear()
     recorded = recorded_origin(Outputs(request.out))
@@ -188,53 +138,30 @@ def prepare_corpus(request: PreparationRequest, watcher: Watcher) -> Preparation
 def prepare_sources(request: PreparationRequest, sources: Sequence[Source], watcher: Watcher) -> PreparationOutcome:
     """Prepare a corpus from files whose format is known already; raises the errors of `prepare_corpus`."""
     outputs = Outputs(request.out)
-    _check_fields(request, sources)
-    settings: dict[str, object] = {"field": request.field, "lines": request.lines, "tokenizer": ""}
-    settings["shard_bytes"] = request.shard_bytes
-    metadata: dict[bytes, bytes] = {}
-    field = TEXT_FIELD
-    to_array: ToArray = text_array
-    chat: ChatTemplate | None = None
-    if request.tokenizer:
-        tokenizer = open_tokenizer(request.tokenizer)
-        settings["tokenizer"], metadata[TOKENIZER_KEY] = tokenizer.digest, tokenizer.digest.encode()
-        metadata[END_KEY], metadata[END_ID_KEY] = tokenizer.end.encode(), str(tokenizer.end_id).encode()
-        if request.chat:
-            chat = ChatTemplate(tokenizer)
-            settings["chat"] = chat.digest
-            tokenizer = with_special_tokens(tokenizer)
-        if tokenizer.marks:
-            settings["marks"] = tokenizer.marks
-        if request.pairs:
-            settings["pairs"], metadata[PAIRS_KEY] = True, b"1"
-        if request.labels:
-            settings["labels"] = True
-        dtype = np.promote_types(tokenizer.dtype, np.uint16)
-        field, to_array = ids_field(dtype), partial(ids_array, tokenizer, dtype)
-    fields, extra = _form(request, chat)
-    if request.prompt:
-        settings["prompt"] = request.prompt
-    if request.sections:
-        settings["sections"] = True
-    origin, settings_text = fingerprint(sources), json.dumps(settings, sort_keys=True)
-    identity = {"sources": origin, "settings": settings_text}
+    check_fields(request, sources)
+    form = _form_of(request)
+    origin = fingerprint(sources)
+    settings = json.dumps(form.settings, sort_keys=True)
+    identity = {"sources": origin, "settings": settings}
     addresses = [f"{source.address}" for source in request.sources if isinstance(source, HubFiles)]
     if addresses:
         identity["origin"] = json.dumps(addresses)
-        metadata[ORIGIN_KEY] = identity["origin"].encode()
+        form.metadata[ORIGIN_KEY] = identity["origin"].encode()
     if outputs.out.exists():
         _compare_finished(outputs, identity)
         return PreparationOutcome(outputs, read_summary(outputs.summary), is_new=False)
     watcher.begin(summary(sources), sum(source.size for source in sources))
     begun = {**identity, "versions": versions(sources), "checksums": CHECKSUMS}
-    schema = partial(schema_of, field=field, sources=origin, settings=settings_text, extra=extra, metadata=metadata)
+    schema = partial(
+        schema_of, field=form.field, sources=origin, settings=settings, extra=form.extra, metadata=form.metadata
+    )
     work = PreparationWork(outputs, begun, schema, request.shard_bytes)
     try:
         if work.is_complete:
             work.publish()
         else:
             work.open()
-            _Copy(request, to_array, extra, work, watcher).run(sources, fields)
+            _Copy(request, form, work, watcher).run(sources)
             work.finish({"format": FORMAT_VERSION, **work.counts.to_json(), **identity})
     except BaseException:
         if work.is_empty:  # nothing to go on from
@@ -246,7 +173,65 @@ def prepare_sources(request: PreparationRequest, sources: Sequence[Source], watc
     return PreparationOutcome(outputs, read_summary(outputs.summary), is_new=True)
 
 
-def _form(request: PreparationRequest, chat: ChatTemplate | None) -> tuple[Fields, tuple[str, ...]]:
+@dataclass(frozen=True)
+class _CorpusForm:
+    """Form of a corpus: its settings and columns, and the fields of the source rows.
+
+    Args:
+        settings: Settings that determine the documents, by name.
+        metadata: Metadata of the corpus's schema.
+        field: Column of the documents.
+        to_array: Converts documents to an array of this column.
+        fields: Fields to read from each source row.
+        extra: Names of the further columns.
+    """
+
+    settings: dict[str, object]
+    metadata: dict[bytes, bytes]
+    field: pa.Field
+    to_array: ToArray
+    fields: Fields
+    extra: tuple[str, ...]
+
+
+def _form_of(request: PreparationRequest) -> _CorpusForm:
+    settings: dict[str, object] = {
+        "field": request.field,
+        "lines": request.lines,
+        "tokenizer": "",
+        "shard_bytes": request.shard_bytes,
+    }
+    if request.prompt:
+        settings["prompt"] = request.prompt
+    if request.sections:
+        settings["sections"] = True
+    if not request.tokenizer:
+        return _CorpusForm(settings, {}, TEXT_FIELD, text_array, *_columns_of(request, None))
+    tokenizer = open_tokenizer(request.tokenizer)
+    settings["tokenizer"] = tokenizer.digest
+    metadata = {
+        TOKENIZER_KEY: tokenizer.digest.encode(),
+        END_KEY: tokenizer.end.encode(),
+        END_ID_KEY: str(tokenizer.end_id).encode(),
+    }
+    chat: ChatTemplate | None = None
+    if request.chat:
+        chat = ChatTemplate(tokenizer)
+        settings["chat"] = chat.digest
+        tokenizer = with_special_tokens(tokenizer)
+    if tokenizer.marks:
+        settings["marks"] = tokenizer.marks
+    if request.pairs:
+        settings["pairs"] = True
+        metadata[PAIRS_KEY] = b"1"
+    if request.labels:
+        settings["labels"] = True
+    dtype = np.promote_types(tokenizer.dtype, np.uint16)
+    to_array = partial(ids_array, tokenizer, dtype)
+    return _CorpusForm(settings, metadata, ids_field(dtype), to_array, *_columns_of(request, chat))
+
+
+def _columns_of(request: PreparationRequest, chat: ChatTemplate | None) -> tuple[Fields, tuple[str, ...]]:
     """Fields to read from each row, and the names of the corpus's further columns."""
     tools = TOOLS if chat else ""
     if request.pairs:
@@ -274,7 +259,8 @@ def source_rows(
         position: Position after the last row to skip.
     """
     passed = sum(source.size for source in sources[: position.source])
-    row, offset = position.row, position.offset
+    row = position.row
+    offset = position.offset
     for number, source in islice(enumerate(sources), position.source, None):
         of_file = partial(_add, progress, passed)
         if source.kind in {"text", "jsonl"}:
@@ -300,24 +286,30 @@ class _Copy:
     def __init__(
         self,
         request: PreparationRequest,
-        to_array: ToArray,
-        extra: Sequence[str],
+        form: _CorpusForm,
         work: PreparationWork,
         watcher: Watcher,
     ) -> None:
-        self._request, self._work = request, work
+        self._request = request
+        self._form = form
+        self._work = work
         self._watcher = watcher
-        self._to_array, self._extra = to_array, extra
-        self._texts, self._prompts = list[bytes](), list[int]()
-        self._continued, self._labels = list[int](), list[int]()
-        self._num_bytes = self._num_read = 0
+        # Documents of the next record batch.
+        self._texts: list[bytes] = []
+        self._prompts: list[int] = []
+        self._continued: list[int] = []
+        self._labels: list[int] = []
+        self._num_bytes = 0
+        self._num_read = 0
 
-    def run(self, sources: Sequence[Source], fields: Fields) -> None:
+    def run(self, sources: Sequence[Source]) -> None:
         """Write all documents; raise a DataError for sources without documents."""
         work, request = self._work, self._request
         counts = work.counts
         batch_bytes = min(BATCH_BYTES, request.shard_bytes or BATCH_BYTES)
-        for number, source, row in source_rows(sources, fields, request.lines, work.position, self._note_read):
+        for number, source, row in source_rows(
+            sources, self._form.fields, request.lines, work.position, self._note_read
+        ):
             if isinstance(row, BadRow):
                 self._skip(source, row)
                 continue
@@ -350,13 +342,13 @@ class _Copy:
 
     def _write(self, position: Position) -> None:
         counts = self._work.counts
-        array, lengths = self._to_array(self._texts, self._prompts)
+        array, lengths = self._form.to_array(self._texts, self._prompts)
         counts.documents += len(self._texts)
         counts.num_bytes += self._num_bytes
         if pa.types.is_large_list(array.type):
             counts.tokens += len(array.values)
         columns = {PROMPT: lengths, LABEL: self._labels, CONTINUES: self._continued}
-        arrays = [array, *(pa.array(columns[name], pa.int64()) for name in self._extra)]
+        arrays = [array, *(pa.array(columns[name], pa.int64()) for name in self._form.extra)]
         self._work.add_batch(arrays, position)
         for values in (self._texts, self._prompts, self._continued, self._labels):
             values.clear()
@@ -386,51 +378,6 @@ class _Copy:
         )
         if shown < SHOWN_BAD:
             self._watcher.bad(text)
-
-
-def _check(request: PreparationRequest) -> None:
-    if request.out.suffix != ".arrow":
-        raise ConfigError(f"--out {request.out} has another ending than .arrow; call it {request.out}.arrow")
-    if 0 < request.shard_bytes < MIN_SHARD_BYTES:
-        raise ConfigError(f"--shard-bytes {request.shard_bytes} is below {MIN_SHARD_BYTES:,}; give more")
-    out = Path(os.path.realpath(request.out))
-    for source in request.sources:
-        if not isinstance(source, Path):
-            continue
-        real = Path(os.path.realpath(source))  # `Path.resolve` fails for a link to itself
-        if out == real or (source.is_dir() and out.is_relative_to(real)):
-            raise ConfigError(
-                f"--out {request.out} lies in the source {source}, and would be read as a part of it; move it"
-            )
-
-
-def _check_fields(request: PreparationRequest, sources: Sequence[Source]) -> None:
-    """Raise a ConfigError if prompts or conversations are requested from sources without fields."""
-    if request.pairs and request.labels:
-        raise ConfigError("--pairs and --labels: a row has two answers, or one with a label; give one of the two")
-    for name, is_given, values in (("--pairs", request.pairs, PAIR), ("--labels", request.labels, LABELLED)):
-        if is_given and (request.prompt or request.field != "text"):
-            raise ConfigError(f"{name} reads the fields {', '.join((PROMPT, *values))}; leave --prompt and --field out")
-        if is_given and request.tokenizer is None:
-            raise ConfigError(f"{name} writes answers as ids; give the folder of their tokenizer with --tokenizer")
-    if request.chat and request.prompt:
-        raise ConfigError("--chat and --prompt: the turns before an answer are its prompt; give one of the two")
-    if request.chat and request.tokenizer is None:
-        raise ConfigError(
-            "--chat converts conversations with a tokenizer's template, to ids; give its folder with --tokenizer"
-        )
-    if request.prompt == request.field:
-        raise ConfigError(f"--prompt {request.prompt} and --field {request.field} are one field; name two")
-    given = {"--pairs": request.pairs, "--labels": request.labels, "--chat": request.chat, "--prompt": request.prompt}
-    option = next((name for name, value in given.items() if value), "")
-    if not option:
-        return
-    for source in sources:
-        if source.kind == "text":
-            raise ConfigError(
-                f"{option} names a field, and {source.path} is text without fields; "
-                f"give JSON lines such as {_EXAMPLES[option]}, Parquet or Arrow"
-            )
 
 
 def _compare_finished(outputs: Outputs, identity: dict[str, str]) -> None:

@@ -27,7 +27,8 @@ from nxtrain.common.process.progress import Progress
 from nxtrain.common.vocab import END_BIT
 from nxtrain.data.arrow.columns import END_ID_KEY, END_KEY
 from nxtrain.data.arrow.pairs import check_answers
-from nxtrain.data.arrow.preparation import OnBad, PreparationRequest, Watcher, prepare_sources
+from nxtrain.data.arrow.preparation import Watcher, prepare_sources
+from nxtrain.data.arrow.preparation_request import OnBad, PreparationRequest
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.sources import find_sources, fingerprint, versions
 from nxtrain.data.arrow.streams import CorpusLanes, Documents, content_hash, is_held_out

@@ -28,7 +28,8 @@ from nxtrain.common.process.progress import Progress
 from nxtrain.config.schema import DataConfig
 from nxtrain.data.arrow import ipc
 from nxtrain.data.arrow.columns import TEXT_FIELD, schema_of, text_array
-from nxtrain.data.arrow.preparation import BATCH_BYTES, PreparationRequest, Watcher, prepare_corpus
+from nxtrain.data.arrow.preparation import BATCH_BYTES, Watcher, prepare_corpus
+from nxtrain.data.arrow.preparation_request import PreparationRequest
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.arrow.seal import Sealing
 from nxtrain.data.arrow.streams import WINDOW_ROWS, CorpusLanes

@@ -14,7 +14,7 @@ from nxtrain.common.errors import ConfigError, DataError, StorageError
 from nxtrain.common.io.bucket import BucketPath
 from nxtrain.common.io.object_store import BucketSource, Location
 from nxtrain.data import storage
-from nxtrain.data.arrow import preparation, rows
+from nxtrain.data.arrow import preparation, preparation_request, rows
 from nxtrain.data.arrow.inspection import inspect_corpus
 from tests.support.corpora import FORMATS, contents, documents, prepare, write_corpus, write_tokenizer
 from tests.support.object_stores import BUCKET, Fault, failing_s3, object_of, s3, s3_variables
@@ -29,7 +29,7 @@ BUFFER = 4096
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "BATCH_BYTES", 2000)
-    monkeypatch.setattr(preparation, "MIN_SHARD_BYTES", 0)
+    monkeypatch.setattr(preparation_request, "MIN_SHARD_BYTES", 0)
     in_parts(monkeypatch, BUFFER)
 
 

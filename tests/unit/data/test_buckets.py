@@ -25,7 +25,7 @@ from nxtrain.common.io.bucket import BucketPath
 from nxtrain.common.io.cached_object import CachedObject
 from nxtrain.common.io.object_store import BucketSource
 from nxtrain.data import Data, Loader, StreamLoader, Streams
-from nxtrain.data.arrow import preparation
+from nxtrain.data.arrow import preparation, preparation_request
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.loader import Batch, BatchShare
 from nxtrain.data.stream_loader import LaneOrder, LanePosition, Lanes, LocalLanes, num_lanes
@@ -168,7 +168,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepare(source, out=folder / "text.arrow")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preparation, "BATCH_BYTES", 500)
-        patch.setattr(preparation, "MIN_SHARD_BYTES", 1)
+        patch.setattr(preparation_request, "MIN_SHARD_BYTES", 1)
         prepare(source, out=folder / "shards.arrow", shard_bytes=2000)
     prepare(source, out=folder / "ids.arrow", tokenizer=tokenizer)
     np.save(folder / "rows.npy", np.random.default_rng(0).integers(0, 300, (400, SEQ_LEN + 1)).astype(np.uint16))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nxtrain.common.errors import ConfigError, DataError
-from nxtrain.data.arrow import preparation
+from nxtrain.data.arrow import preparation, preparation_request
 from nxtrain.data.arrow.inspection import Lengths, PackingWaste, inspect_corpus
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.packing import RowPacking, best_fit
@@ -67,7 +67,7 @@ def test_ids_text_and_sources_have_the_same_statistics(
     shard_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preparation, "BATCH_BYTES", 500)
-    monkeypatch.setattr(preparation, "MIN_SHARD_BYTES", 0)
+    monkeypatch.setattr(preparation_request, "MIN_SHARD_BYTES", 0)
     folder = write_tokenizer(tmp_path / "tokenizer")
     texts = documents(100)
     source = write_corpus(tmp_path / "src", "a.jsonl.gz", texts)

@@ -12,7 +12,8 @@ import pytest
 from nxtrain.common.errors import ConfigError, DataError
 from nxtrain.common.vocab import DESIRABLE_BIT, END_BIT, IGNORE_INDEX
 from nxtrain.data.arrow.pairs import PairSamples, check_answers
-from nxtrain.data.arrow.preparation import PreparationOutcome, PreparationRequest, Watcher, prepare_corpus
+from nxtrain.data.arrow.preparation import PreparationOutcome, Watcher, prepare_corpus
+from nxtrain.data.arrow.preparation_request import PreparationRequest
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.loader import BatchShare, Loader, swap_answers
 from nxtrain.data.samples import AnswerRows

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nxtrain.data.arrow import preparation
+from nxtrain.data.arrow import preparation, preparation_request
 from tests.support.corpora import documents, prepare, write_corpus, write_tokenizer
 
 STEPS, SEQ_LEN = 12, 24
@@ -73,7 +73,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[str,
     source, tokenizer = write_corpus(folder, "a.jsonl", documents(60)), write_tokenizer(folder / "tokenizer")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preparation, "BATCH_BYTES", 500)
-        patch.setattr(preparation, "MIN_SHARD_BYTES", 1)
+        patch.setattr(preparation_request, "MIN_SHARD_BYTES", 1)
         prepare(source, out=folder / "one.arrow")
         prepare(source, out=folder / "many.arrow", shard_bytes=2000)
     np.save(folder / "rows.npy", np.random.default_rng(0).integers(0, 300, (99, SEQ_LEN + 1)).astype(np.uint16))

@@ -16,7 +16,8 @@ from nxtrain.common.errors import ConfigError, DataError
 from nxtrain.common.vocab import END_BIT, ID_MASK, IGNORE_INDEX, PROMPT_BIT
 from nxtrain.data.arrow.inspection import inspect_corpus
 from nxtrain.data.arrow.pairs import PairSamples
-from nxtrain.data.arrow.preparation import PreparationOutcome, PreparationRequest, Watcher, prepare_corpus
+from nxtrain.data.arrow.preparation import PreparationOutcome, Watcher, prepare_corpus
+from nxtrain.data.arrow.preparation_request import PreparationRequest
 from nxtrain.data.arrow.prepared import PreparedCorpus
 from nxtrain.data.loader import Batch, BatchShare, Loader
 from nxtrain.data.packing import best_fit

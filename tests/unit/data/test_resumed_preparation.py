@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nxtrain.common.errors import DataError, StoppedBySignal
-from nxtrain.data.arrow import preparation, rows, work
+from nxtrain.data.arrow import preparation, preparation_request, rows, work
 from nxtrain.data.arrow.inspection import verify_corpus
 from nxtrain.data.arrow.preparation import Watcher
 from nxtrain.data.arrow.work import Counts
@@ -38,7 +38,7 @@ class Killing(Watcher):
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "BATCH_BYTES", 1000)
-    monkeypatch.setattr(preparation, "MIN_SHARD_BYTES", 0)
+    monkeypatch.setattr(preparation_request, "MIN_SHARD_BYTES", 0)
     monkeypatch.setattr(rows.split_lines, "__defaults__", (rows.MAX_DOCUMENT_BYTES, 700))
 
 
