@@ -291,7 +291,7 @@ def test_scripts_get_json_and_people_all_texts(hf: Path) -> None:
 def test_only_the_first_rank_prints(hf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in (0, 1):
         location = Placement(rank=rank, world=2)
-        monkeypatch.setattr("nxtrain.cli.inference._start_anew", lambda *_, location=location, **__: location)
+        monkeypatch.setattr("nxtrain.cli.inference.start_with_threads", lambda *_, location=location, **__: location)
         for options in ((), ("--json",), ("--prompt", "y")):
             # Not by `main`, which ends the process of a rank at once.
             argv = ["generate", str(hf), "--prompt", "x", "--max-new-tokens", "2", *options]
