@@ -175,6 +175,7 @@ def test_a_value_that_is_no_choice_is_told_without_words_of_python(argv: tuple[s
 
 INTERRUPTED = """
 import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test session in the background ignores the signal
 class Interrupt:
     def find_spec(self, name, *_):
         if name == "nxtrain.cli.data":
