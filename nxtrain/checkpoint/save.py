@@ -13,11 +13,11 @@ from nxtrain.checkpoint.manifest import CheckpointManifest
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.shard_files import join, locate, write_shards
 from nxtrain.checkpoint.staging import Staged
+from nxtrain.checkpoint.tokenizer_files import tokenizer_files
 from nxtrain.common.distributed.agreement import StorageScope
 from nxtrain.common.errors import CheckpointError, NxtrainError
 from nxtrain.common.io.atomic import write_durably
 from nxtrain.common.io.checksummed_file import FileDigest, verify
-from nxtrain.config.model_folder import tokenizer_files
 
 
 def write_state(

@@ -15,7 +15,6 @@ from typing import Any
 
 from nxtrain.common.errors import ConfigError, Problem, StorageError, cause_of
 from nxtrain.common.io.hub import SCHEME, HubName, is_offline, model_named
-from nxtrain.common.io.object_store import Location, content_of
 from nxtrain.common.io.regular import read_bytes
 from nxtrain.common.process.console import standard_error
 from nxtrain.common.process.placement import Placement
@@ -44,22 +43,6 @@ COMPANIONS = (
 
 _PICKLED = (".bin", ".pth", ".pt")
 """Endings of files with pickled weights, which nxtrain does not read."""
-
-
-def tokenizer_files(folder: Location, tokenizer: str = TOKENIZER) -> dict[str, bytes]:
-    """Read a tokenizer and the companions in a folder, such as the chat template.
-
-    Args:
-        tokenizer: Name of the tokenizer's file.
-
-    Returns:
-        The contents by name, with `tokenizer.json` as the name of the tokenizer.
-    """
-    files = {TOKENIZER: content_of(folder / tokenizer)}
-    for name in COMPANIONS:
-        if name != TOKENIZER and (folder / name).is_file():
-            files[name] = content_of(folder / name)
-    return files
 
 
 def with_commit(config: RunConfig) -> RunConfig:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from nxtrain.checkpoint import directory, mirror
 from nxtrain.checkpoint.meta import Meta, fingerprint, read_meta
+from nxtrain.checkpoint.tokenizer_files import tokenizer_files
 from nxtrain.common.errors import CheckpointError
 from nxtrain.common.io.hub import model_named
 from nxtrain.common.io.object_store import Location, content_of
 from nxtrain.common.io.regular import read_bytes
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
-from nxtrain.config.model_folder import tokenizer_files, whole_folder
+from nxtrain.config.model_folder import whole_folder
 from nxtrain.config.schema import RunConfig
 from nxtrain.data.storage import replacing
 from nxtrain.data.tokenization import KnownTokenizer

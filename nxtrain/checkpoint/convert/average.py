@@ -23,12 +23,13 @@ from nxtrain.checkpoint.mirror import locate_checkpoint
 from nxtrain.checkpoint.save import read_back, write
 from nxtrain.checkpoint.shards import MODEL, TensorShard
 from nxtrain.checkpoint.staging import LazyTensors, Staged
+from nxtrain.checkpoint.tokenizer_files import tokenizer_files
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.errors import CheckpointError, ConfigError
 from nxtrain.common.io.object_store import Location
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
-from nxtrain.config.model_folder import GENERATION_CONFIG, tokenizer_files
+from nxtrain.config.model_folder import GENERATION_CONFIG
 from nxtrain.optim.adamw import EMA
 
 _EQUAL = ("family", "config", "dtype", "adapter", "base_fingerprint", "tokenizer_fingerprint")

@@ -30,6 +30,7 @@ from nxtrain.checkpoint.mirror import locate_checkpoint
 from nxtrain.checkpoint.save import read_back, write
 from nxtrain.checkpoint.shards import MODEL, TensorShard
 from nxtrain.checkpoint.staging import LazyTensors, Staged
+from nxtrain.checkpoint.tokenizer_files import tokenizer_files
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.errors import CheckpointError, ConfigError, DamagedError, refused
@@ -46,7 +47,6 @@ from nxtrain.config.model_folder import (
     TOKENIZER,
     TOKENIZER_CONFIG,
     WEIGHTS,
-    tokenizer_files,
 )
 from nxtrain.data.tokenization import declared_end
 from nxtrain.parallel.native import NativeLayers

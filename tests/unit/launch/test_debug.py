@@ -67,7 +67,7 @@ def test_the_launcher_sets_them_and_its_agent_writes_a_file_of_each_rank(tmp_pat
 def test_torchs_profiler_is_quiet_where_there_is_no_gpu() -> None:
     profiled = ("metrics.profile_steps=[3,4]", *PAIR)
     shell = {"OMP_NUM_THREADS": "1"}
-    assert local_command(TINY, profiled, None, shell).env == {QUIET_PROFILER.name: "5"}
+    assert local_command(TINY, profiled, None, shell).env == {QUIET_PROFILER.name: "6"}
     assert local_command(TINY, profiled, None, {**shell, QUIET_PROFILER.name: "0"}).env == {QUIET_PROFILER.name: "0"}
     assert QUIET_PROFILER.name not in local_command(TINY, [*profiled, "backend.name=cuda"], None, shell).env
 
