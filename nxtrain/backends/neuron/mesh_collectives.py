@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -48,10 +44,6 @@ class MeshCollectives(C10dCollectives):
                 assert dist.get_process_group_ranks(group) == list(axis.group_of(mesh.rank)), axis
                 self._groups[axis.groups] = group
         super().lay_out(mesh)
-
-    def _pack(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        # One dispatch for all tensors, which costs the host more than the second copy costs the device.
-        return torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype)
 
     def _link(self, mesh: Mesh) -> None:
         """Make no two-rank groups for pipeline transfers, since the group of the pp axis carries all of them."""
