@@ -18,7 +18,6 @@ from nxtrain.common.run_folder import CHECKPOINTS_DIR, LATEST_FILE
 
 META = "meta.json"
 MANIFEST = "manifest.json"
-TOKENIZER = "tokenizer.json"
 VERIFIED = "verified"
 """Name of the empty file that marks a checkpoint as verified: read back from the disk without a difference."""
 LATEST = LATEST_FILE

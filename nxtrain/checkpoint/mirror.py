@@ -16,10 +16,10 @@ from pathlib import Path
 from nxtrain.checkpoint import directory
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.errors import CheckpointError, NxtrainError
+from nxtrain.common.hf_files import COMPANIONS
 from nxtrain.common.io.checksummed_file import FileDigest
 from nxtrain.common.io.object_store import Location, ObjectStore, content_of, location_of, open_store
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
-from nxtrain.config.model_folder import COMPANIONS
 
 _CORRUPT = "meta.corrupt.json"
 """New name of `meta.json` in a quarantined checkpoint of the mirror."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from nxtrain.common.hf_files import COMPANIONS, TOKENIZER
 from nxtrain.common.io.object_store import Location, content_of
-from nxtrain.config.model_folder import COMPANIONS, TOKENIZER
 
 
 def tokenizer_files(folder: Location, tokenizer: str = TOKENIZER) -> dict[str, bytes]:

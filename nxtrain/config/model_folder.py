@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nxtrain.common.errors import ConfigError, Problem, StorageError, cause_of
+from nxtrain.common.hf_files import COMPANIONS, CONFIG, INDEX, TOKENIZER, WEIGHTS
 from nxtrain.common.io.hub import SCHEME, HubName, is_offline, model_named
 from nxtrain.common.io.regular import read_bytes
 from nxtrain.common.process.console import standard_error
@@ -25,21 +26,6 @@ from nxtrain.config.schema import RunConfig
 
 KEY = "model.hf"
 
-SHAPE = "config.json"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
-GENERATION_CONFIG = "generation_config.json"
-
-COMPANIONS = (
-    GENERATION_CONFIG,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
-"""Files of a Hugging Face model folder other than `config.json` and the weights."""
 
 _PICKLED = (".bin", ".pth", ".pt")
 """Endings of files with pickled weights, which nxtrain does not read."""
@@ -80,7 +66,7 @@ def read_shape(text: str) -> Mapping[str, Any]:
     if name is not None:
         with _of_key(text):
             folder = _shape_folder(name.pinned())
-    path = folder / SHAPE
+    path = folder / CONFIG
     try:
         config = json.loads(read_bytes(path))  # of bytes, since a text may begin with a byte order mark
     except OSError as error:
@@ -115,7 +101,7 @@ def whole_folder(text: str, key: str = KEY) -> Path:
         name = name.pinned()
         folder = name.folder
         weights = _weights_of(folder)
-        if weights and all((folder / file).is_file() for file in (SHAPE, TOKENIZER, *weights)):
+        if weights and all((folder / file).is_file() for file in (CONFIG, TOKENIZER, *weights)):
             return folder
         folder, sizes = _shape_folder(name), name.sizes()
         name.fetch({file: sizes[file] for file in (*COMPANIONS, INDEX) if file in sizes}, _print_line)
@@ -161,12 +147,12 @@ def _recorded(config: RunConfig, name: HubName) -> HubName | None:
 
 def _shape_folder(name: HubName) -> Path:
     """Folder of a commit in the Hub cache, with `config.json` downloaded."""
-    if not (name.folder / SHAPE).is_file():
+    if not (name.folder / CONFIG).is_file():
         sizes = name.sizes()
-        if sizes and SHAPE not in sizes:
+        if sizes and CONFIG not in sizes:
             hint = "take a repository in the format of transformers, with config.json and *.safetensors"
-            raise ConfigError([Problem("", f"{name} has no {SHAPE}, but {listed(sizes) or 'no file'}", hint=hint)])
-    return name.fetch({SHAPE: 0}, _print_line)
+            raise ConfigError([Problem("", f"{name} has no {CONFIG}, but {listed(sizes) or 'no file'}", hint=hint)])
+    return name.fetch({CONFIG: 0}, _print_line)
 
 
 def _weights_of(folder: Path) -> list[str]:

@@ -14,6 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nxtrain.common.errors import DataError, cause_of
+from nxtrain.common.hf_files import TOKENIZER, TOKENIZER_CONFIG
 from nxtrain.common.io.object_store import Location, content_of
 from nxtrain.common.io.regular import read_bytes
 from nxtrain.data.storage import Tokens, replacing, unreadable
@@ -145,7 +146,7 @@ def load_tokenizer(path: Path, vocab_size: int, end: str = "") -> TextTokenizer:
     Raises:
         DataError: The file is missing or unreadable, has ids beyond the vocabulary, or no known end-of-text token.
     """
-    file = path / "tokenizer.json" if path.is_dir() else path
+    file = path / TOKENIZER if path.is_dir() else path
     try:
         content = read_bytes(file)
         tokenizer = Tokenizer.from_buffer(content)
@@ -183,7 +184,7 @@ def declared_end(file: Path) -> str:
 
 def declared_token(folder: Location, role: str) -> str:
     """Token with a role, such as `bos_token`, in the `tokenizer_config.json` of a folder; empty if absent."""
-    config = folder / "tokenizer_config.json"
+    config = folder / TOKENIZER_CONFIG
     try:
         declared = json.loads(content_of(config)).get(role)
     except FileNotFoundError:
@@ -208,7 +209,7 @@ def _end_of(tokenizer: Tokenizer, file: Path, given: str) -> tuple[str, int]:
         return name, end_id
     raise DataError(
         f"data.tokenizer: {file} has no token that ends a document (looked for {', '.join(names)}); "
-        f'name it as "eos_token" in {file.with_name("tokenizer_config.json")}'
+        f'name it as "eos_token" in {file.with_name(TOKENIZER_CONFIG)}'
     )
 
 

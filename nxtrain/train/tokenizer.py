@@ -8,6 +8,7 @@ from pathlib import Path
 from nxtrain.checkpoint import directory, mirror
 from nxtrain.checkpoint.meta import Meta, fingerprint, read_meta
 from nxtrain.checkpoint.tokenizer_files import tokenizer_files
+from nxtrain.common import hf_files
 from nxtrain.common.errors import CheckpointError
 from nxtrain.common.io.hub import model_named
 from nxtrain.common.io.object_store import Location, content_of
@@ -73,7 +74,7 @@ def refuse_other(folder: Path, inputs: RunInputs, allow_drift: Iterable[str]) ->
     Raises:
         CheckpointError: The tokenizers differ.
     """
-    file = folder / directory.TOKENIZER
+    file = folder / hf_files.TOKENIZER
     if not inputs.tokenizer or "tokenizer" in allow_drift or not file.is_file():
         return
     there = fingerprint([read_bytes(file)])
@@ -93,7 +94,7 @@ def read_known(checkpoint: Location) -> Meta:
     Raises:
         CheckpointError: As in `read_meta`.
     """
-    meta, file = read_meta(checkpoint), checkpoint / directory.TOKENIZER
+    meta, file = read_meta(checkpoint), checkpoint / hf_files.TOKENIZER
     if meta.step or meta.tokenizer_fingerprint or not file.is_file():
         return meta
     return meta.model_copy(update={"tokenizer_fingerprint": fingerprint([content_of(file)])})
@@ -113,12 +114,12 @@ def _of_checkpoint(checkpoint: Location, workdir: Path, origin: str) -> KnownTok
     """Copy a checkpoint's tokenizer and its companions to a folder; None if the checkpoint has no valid tokenizer."""
     try:
         meta = read_meta(checkpoint)
-        if not (checkpoint / directory.TOKENIZER).is_file():
+        if not (checkpoint / hf_files.TOKENIZER).is_file():
             return None
         files = tokenizer_files(checkpoint)
     except (CheckpointError, OSError):
         return None
-    content = files[directory.TOKENIZER]
+    content = files[hf_files.TOKENIZER]
     if not content or meta.tokenizer_fingerprint not in {"", fingerprint([content])}:
         return None
     folder = workdir / f"tokenizer-of-weights-{fingerprint(files.values())}"
@@ -126,11 +127,11 @@ def _of_checkpoint(checkpoint: Location, workdir: Path, origin: str) -> KnownTok
         if not (folder / name).exists():
             with replacing(folder / name) as out:
                 out.write(copied)
-    return KnownTokenizer(folder / directory.TOKENIZER, origin, meta.end_of_text)
+    return KnownTokenizer(folder / hf_files.TOKENIZER, origin, meta.end_of_text)
 
 
 def _of_hf(folder: Path, allow_drift: Iterable[str]) -> KnownTokenizer | None:
-    file = folder / directory.TOKENIZER
+    file = folder / hf_files.TOKENIZER
     if file.is_file():
         return KnownTokenizer(file, f"model.hf={folder}")
     if "tokenizer" in allow_drift:
@@ -139,7 +140,7 @@ def _of_hf(folder: Path, allow_drift: Iterable[str]) -> KnownTokenizer | None:
     if others:
         others = f" (only {others})"
     raise CheckpointError(
-        f"model.hf={folder} has no {directory.TOKENIZER}{others}. Its weights know only the token ids of their own "
+        f"model.hf={folder} has no {hf_files.TOKENIZER}{others}. Its weights know only the token ids of their own "
         "tokenizer, and a tokenizer trained on the text has other ids. Write the file with transformers: "
         "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR), or set data.tokenizer=DIR to a folder with the same "
         'tokenizer. checkpoint.allow_drift=["tokenizer"] trains a new tokenizer anyway'

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nxtrain.backends.base import Backend
-from nxtrain.checkpoint import directory
+from nxtrain.common import hf_files
 from nxtrain.common.dimensions import Dimensions
 from nxtrain.common.family import find_family
 from nxtrain.common.mesh import Mesh
@@ -318,7 +318,7 @@ def text_model(folder: Path, shape: str = "gqa2") -> Path:
         config |= {key.removeprefix(prefix): value for key, value in keys.items() if key.startswith(prefix)}
     model = {"family": family if drawn else "llama", "config": config}
     hf_model(plan("gqa2" if drawn else shape, model=model), std=0.3).save_pretrained(folder)
-    train_bpe([TEXT * 50], 300, folder / directory.TOKENIZER)
+    train_bpe([TEXT * 50], 300, folder / hf_files.TOKENIZER)
     return folder
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from nxtrain.backends import nf4, open_backend
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.convert.verify_export import open_model
+from nxtrain.common import hf_files
 from nxtrain.common.run_folder import ADAPTER_DIR, CHECKPOINTS_DIR, METRICS_FILE
 from nxtrain.data.tokenization import train_bpe
 from nxtrain.tools.eval.generate import Sampling
@@ -43,7 +44,7 @@ class Folder:
         config = {"vocab_size": VOCAB, **sizes}
         hf_model(plan("gqa2", model={"config": config}), std=0.2).save_pretrained(path / "base")
         lines = [{"prompt": f"{a} plus {b} is ", "text": str(a + b)} for a in range(12) for b in range(12)]
-        train_bpe([f"{x['prompt']}{x['text']}" for x in lines], VOCAB, path / "base" / directory.TOKENIZER)
+        train_bpe([f"{x['prompt']}{x['text']}" for x in lines], VOCAB, path / "base" / hf_files.TOKENIZER)
         (path / "sums.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
         printed = in_process(
             "data", "prepare", path / "sums.jsonl", "--prompt", "prompt", "--tokenizer", path / "base",
@@ -206,7 +207,7 @@ def test_merged_weights_are_those_of_peft(folder: Folder, tmp_path: Path) -> Non
         if not torch.equal(before[name], ours["merged"][name])
     }
     assert moved == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    assert (tmp_path / "merged" / directory.TOKENIZER).is_file()
+    assert (tmp_path / "merged" / hf_files.TOKENIZER).is_file()
 
 
 def test_a_tuned_model_is_asked_as_its_base_was(tmp_path: Path) -> None:
@@ -215,14 +216,14 @@ def test_a_tuned_model_is_asked_as_its_base_was(tmp_path: Path) -> None:
 
     folder = Folder(tmp_path)
     given = PreTrainedTokenizerFast(
-        tokenizer_file=str(folder.base / directory.TOKENIZER),
+        tokenizer_file=str(folder.base / hf_files.TOKENIZER),
         eos_token="<|endoftext|>",
         pad_token="!",
         chat_template="{% for turn in messages %}[{{ turn['role'] }}]{{ turn['content'] }}{{ eos_token }}{% endfor %}",
     )
-    made = (folder.base / directory.TOKENIZER).read_bytes()
+    made = (folder.base / hf_files.TOKENIZER).read_bytes()
     given.save_pretrained(folder.base)
-    (folder.base / directory.TOKENIZER).write_bytes(made)  # the file of which the corpus knows the fingerprint
+    (folder.base / hf_files.TOKENIZER).write_bytes(made)  # the file of which the corpus knows the fingerprint
     GenerationConfig(eos_token_id=[0, 7], pad_token_id=5, temperature=0.6, do_sample=True).save_pretrained(folder.base)
     mirror = f"checkpoint.mirror={tmp_path / 'mirror'}"
     folder.train("tuned", mirror, "train.steps=2", "checkpoint.every=1")

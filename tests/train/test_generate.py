@@ -23,6 +23,7 @@ from nxtrain.backends.cpu import CpuBackend
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.convert.hf import hf_to_nxtrain
 from nxtrain.cli.main import app
+from nxtrain.common import hf_files
 from nxtrain.common.errors import CheckpointError, ConfigError
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.process.placement import Placement
@@ -53,7 +54,7 @@ def whole(location: Path, prompt: str, count: int, sampling: Sampling = GREEDY) 
 def test_greedy_tokens_are_those_of_transformers(hf: Path, checkpoint: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    tokenizer = Tokenizer.from_file(str(hf / directory.TOKENIZER))
+    tokenizer = Tokenizer.from_file(str(hf / hf_files.TOKENIZER))
     ids = tokenizer.encode("the quick").ids
     model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
     # An end that never comes, so that both go on to the end.
@@ -97,7 +98,7 @@ def test_text_ends_before_a_stop_text(hf: Path) -> None:
 
 
 def test_text_ends_at_the_length_of_the_model(hf: Path) -> None:
-    num_prompt = len(Tokenizer.from_file(str(hf / directory.TOKENIZER)).encode("the").ids)
+    num_prompt = len(Tokenizer.from_file(str(hf / hf_files.TOKENIZER)).encode("the").ids)
     with mock.patch.object(Sampling, "draw", return_value=5) as drawn:
         code, _, err = in_process("generate", hf, "--prompt", "the", "--max-new-tokens", 10**12)
         assert (code, err) == (0, f"stopped at the model's length: max_position_embeddings={LENGTH} tokens\n")
@@ -106,7 +107,7 @@ def test_text_ends_at_the_length_of_the_model(hf: Path) -> None:
 
 
 def test_a_prompt_beyond_the_length_of_the_model_is_refused(hf: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(hf / directory.TOKENIZER))
+    tokenizer = Tokenizer.from_file(str(hf / hf_files.TOKENIZER))
     prompt = "\u4f60" * LENGTH
     err = errors_of("generate", hf, "--prompt", prompt, code=ConfigError.exit_code)
     excess = len(tokenizer.encode(prompt).ids) - LENGTH + 1
@@ -117,7 +118,7 @@ def test_a_prompt_beyond_the_length_of_the_model_is_refused(hf: Path) -> None:
 def test_ends_that_the_folder_declares_are_heeded(hf: Path, tmp_path: Path, file: str) -> None:
     folder = tmp_path / "hf"
     shutil.copytree(hf, folder)
-    tokenizer = Tokenizer.from_file(str(hf / directory.TOKENIZER))
+    tokenizer = Tokenizer.from_file(str(hf / hf_files.TOKENIZER))
     text = whole(hf, "the quick", 12)
     second = tokenizer.encode(text).ids
     for declared in (second[6], [299, second[6]]):
@@ -178,12 +179,12 @@ def test_folders_that_are_no_model_are_refused(hf: Path, tmp_path: Path) -> None
     assert (code, "File name too long; check the path" in err) == (CheckpointError.exit_code, True)
     folder = tmp_path / "hf"
     shutil.copytree(hf, folder)
-    (folder / directory.TOKENIZER).unlink()
+    (folder / hf_files.TOKENIZER).unlink()
     code, _, err = in_process("generate", folder, "--prompt", "x")
     assert (code, "has no tokenizer.json" in err) == (ConfigError.exit_code, True)
     for content in ("[]", "{", '{"model_type": 3}', "[" * 100_000):
         (folder / "config.json").write_text(content)
-        shutil.copy(hf / directory.TOKENIZER, folder)
+        shutil.copy(hf / hf_files.TOKENIZER, folder)
         assert in_process("generate", folder, "--prompt", "x")[0] == ConfigError.exit_code
 
 

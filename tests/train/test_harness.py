@@ -17,8 +17,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.convert.hf import hf_to_nxtrain
+from nxtrain.common import hf_files
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.mesh import Mesh
 from nxtrain.data.tokenization import train_bpe
@@ -111,7 +111,7 @@ def test_whole_texts_are_cut_into_the_windows_of_the_harness(hf: Path) -> None:
         ]
         assert ours == [(tuple(context_ids), tuple(scored)) for context_ids, scored in theirs]
     scorer, text = open_scorer(hf), TEXT * 8
-    ids = Tokenizer.from_file(str(hf / directory.TOKENIZER)).encode(text).ids
+    ids = Tokenizer.from_file(str(hf / hf_files.TOKENIZER)).encode(text).ids
     expected = sum(
         likelihood(hf, [*context_ids, *scored], len(scored))
         for context_ids, scored in map(make_disjoint_window, get_rolling_token_windows(ids, scorer.prefix, LENGTH, 1))
@@ -135,7 +135,7 @@ def test_texts_begin_as_with_the_model_of_the_harness(begin: str | None, end: st
     from lm_eval.models.huggingface import HFLM
 
     folder = text_model(tmp_path / "model")
-    file = folder / directory.TOKENIZER
+    file = folder / hf_files.TOKENIZER
     train_bpe([TEXT * 50], 290, file)
     tokenizer = Tokenizer.from_file(str(file))
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in (TURN, END)])
@@ -166,7 +166,7 @@ def test_a_special_token_stops_a_text_as_with_the_model_of_the_harness(tmp_path:
     from lm_eval.models.huggingface import HFLM
 
     folder = text_model(tmp_path / "model")
-    file = folder / directory.TOKENIZER
+    file = folder / hf_files.TOKENIZER
     tokenizer = Tokenizer.from_file(str(file))
     (written,) = open_scorer(folder).continuations([("the quick", 12, ())], Sampling(0.0))
     written_ids = tokenizer.encode("the quick" + written).ids[len(tokenizer.encode("the quick").ids) :]
@@ -204,7 +204,7 @@ def test_a_continuation_begins_as_with_the_model_of_the_harness(tmp_path: Path) 
     from lm_eval.models.huggingface import HFLM
 
     folder = text_model(tmp_path / "model")
-    train_metaspace(folder / directory.TOKENIZER)
+    train_metaspace(folder / hf_files.TOKENIZER)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": TEXT_END, "pad_token": TEXT_END}
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     ours, theirs = open_scorer(folder), HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=1)

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from nxtrain.backends.base import Backend
-from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.convert.hf import hf_to_nxtrain
+from nxtrain.common import hf_files
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.errors import DataError
 from nxtrain.common.mesh import Mesh
@@ -182,7 +182,7 @@ def test_the_harness_finds_the_same_for_transformers_itself(hf: Path, tasks: Pat
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(hf / directory.TOKENIZER), eos_token="<|endoftext|>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(hf / hf_files.TOKENIZER), eos_token="<|endoftext|>")
     model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
     theirs = HFLM(pretrained=model, tokenizer=tokenizer, device="cpu", batch_size=4, max_length=LENGTH)
     actual = simple_evaluate(

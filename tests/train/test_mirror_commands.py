@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from nxtrain.checkpoint import directory
+from nxtrain.common import hf_files
 from nxtrain.common.errors import BackendError, CheckpointError, ConfigError
 from nxtrain.common.io.object_store import open_store
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
@@ -43,7 +44,7 @@ def run(tmp_path: Path, s3: Any, s3_variables: dict[str, str]) -> Path:
     newest = directory.newest(folder / CHECKPOINTS_DIR)
     assert newest is not None
     letters = {letter: number for number, letter in enumerate("abcdefgh")}
-    Tokenizer(models.WordLevel(letters, unk_token="a")).save(str(newest / directory.TOKENIZER))
+    Tokenizer(models.WordLevel(letters, unk_token="a")).save(str(newest / hf_files.TOKENIZER))
     for file in folder.rglob("*"):
         if file.is_file():
             s3.upload_file(str(file), BUCKET, f"runs/one/{file.relative_to(folder).as_posix()}")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from nxtrain.checkpoint import directory
+from nxtrain.common import hf_files
 from nxtrain.common.run_folder import ADAPTER_DIR, METRICS_FILE
 from nxtrain.data.tokenization import train_bpe
 from tests.support import ROOT
@@ -27,7 +27,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path, self.base, self.corpus = path, path / "base", path / "pairs.arrow"
         hf_model(plan("gqa2", model={"config": {"vocab_size": VOCAB}}), std=0.2).save_pretrained(self.base)
-        train_bpe([PAIRS.read_text(encoding="utf-8")] * 3, VOCAB, self.base / directory.TOKENIZER)
+        train_bpe([PAIRS.read_text(encoding="utf-8")] * 3, VOCAB, self.base / hf_files.TOKENIZER)
         printed = in_process("data", "prepare", PAIRS, "--pairs", "--tokenizer", self.base, "--out", self.corpus)
         assert printed[0] == 0, printed
         (path / "run.toml").write_text("", encoding="utf-8")

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from nxtrain.backends.cpu import CpuBackend
-from nxtrain.checkpoint import directory
+from nxtrain.common import hf_files
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.mesh import Mesh
 from nxtrain.data.tokenization import train_bpe
@@ -45,7 +45,7 @@ def windowed_model(folder: Path, family: str, seed: int) -> tuple[Any, int]:
         config["max_window_layers"] = rng.choice((0, 1))
     model = hf_model(plan("gqa2", model={"family": family, "config": config}, train={"seq_len": 8}), seed, std=0.4)
     model.save_pretrained(folder)
-    train_bpe([TEXT * 50], 300, folder / directory.TOKENIZER)
+    train_bpe([TEXT * 50], 300, folder / hf_files.TOKENIZER)
     return model.eval(), window
 
 
@@ -83,7 +83,7 @@ def test_logits_are_those_of_transformers_beyond_the_window(tmp_path: Path, fami
 @pytest.mark.parametrize(("family", "seed"), CASES)
 def test_texts_go_on_beyond_the_window_with_the_tokens_of_transformers(tmp_path: Path, family: str, seed: int) -> None:
     theirs, window = windowed_model(tmp_path, family, seed)
-    tokenizer = Tokenizer.from_file(str(tmp_path / directory.TOKENIZER))
+    tokenizer = Tokenizer.from_file(str(tmp_path / hf_files.TOKENIZER))
     prompt = "the quick"
     ids = tokenizer.encode(prompt).ids
     count = 2 * window

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.convert.hf import CHECKPOINT_FILES, refuse_to_overwrite
-from nxtrain.checkpoint.convert.hf_folder import CONFIG
 from nxtrain.checkpoint.load import open_checkpoint, read_shards, whole_weights
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import locate_checkpoint
@@ -26,10 +25,10 @@ from nxtrain.checkpoint.staging import LazyTensors, Staged
 from nxtrain.checkpoint.tokenizer_files import tokenizer_files
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.errors import CheckpointError, ConfigError
+from nxtrain.common.hf_files import CONFIG, GENERATION_CONFIG, TOKENIZER
 from nxtrain.common.io.object_store import Location
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.run_folder import CHECKPOINTS_DIR
-from nxtrain.config.model_folder import GENERATION_CONFIG
 from nxtrain.optim.adamw import EMA
 
 _EQUAL = ("family", "config", "dtype", "adapter", "base_fingerprint", "tokenizer_fingerprint")
@@ -147,10 +146,10 @@ def _write(dst: Path, weights: LazyTensors, source: Location, meta: Meta) -> Non
 @contextmanager
 def _tokenizer(source: Location) -> Iterator[Path | None]:
     """Context with a local copy of a checkpoint's tokenizer and its companions; None without a tokenizer."""
-    if not (source / directory.TOKENIZER).is_file():
+    if not (source / TOKENIZER).is_file():
         yield None
         return
     with TemporaryDirectory() as folder:
         for name, content in tokenizer_files(source).items():
             (Path(folder) / name).write_bytes(content)
-        yield Path(folder) / directory.TOKENIZER
+        yield Path(folder) / TOKENIZER

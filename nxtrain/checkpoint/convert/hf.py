@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nxtrain.backends.torch_kernels import FusedKernels
 from nxtrain.checkpoint import directory
-from nxtrain.checkpoint.convert.hf_folder import CONFIG, HfFolder, NonFiniteCollector, read_object, write_json
+from nxtrain.checkpoint.convert.hf_folder import HfFolder, NonFiniteCollector, read_object, write_json
 from nxtrain.checkpoint.convert.peft import MergedFolder, copy_companions, merged_checkpoint
 from nxtrain.checkpoint.convert.stacked_experts import ReadShards, stacked
 from nxtrain.checkpoint.convert.streamed import write_streamed
@@ -35,19 +35,12 @@ from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.errors import CheckpointError, ConfigError, DamagedError, refused
 from nxtrain.common.family import BuildContext, ModelConfig, ModelFamily, find_family
+from nxtrain.common.hf_files import COMPANIONS, CONFIG, GENERATION_CONFIG, INDEX, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS
 from nxtrain.common.io.atomic import write_durably
 from nxtrain.common.io.object_store import Location
 from nxtrain.common.io.regular import read_bytes
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import ParamTable
-from nxtrain.config.model_folder import (
-    COMPANIONS,
-    GENERATION_CONFIG,
-    INDEX,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    WEIGHTS,
-)
 from nxtrain.data.tokenization import declared_end
 from nxtrain.parallel.native import NativeLayers
 from nxtrain.parallel.regions import TensorParallel
@@ -93,7 +86,7 @@ def hf_to_nxtrain(src: Path, dst: Path) -> None:
         mesh={"pp": 1, "dp": 1, "tp": 1},
         kinds=(MODEL,),
     )
-    file = src / directory.TOKENIZER
+    file = src / TOKENIZER
     tokenizer = None
     update: dict[str, Any] = {"settings": _declared_ids(folder)}
     if file.is_file():

@@ -21,15 +21,13 @@ from nxtrain.checkpoint.shards import mismatches
 from nxtrain.common.dimensions import MoeShape
 from nxtrain.common.errors import ConfigError, InputError, Problem, cause_of
 from nxtrain.common.family import find_family
+from nxtrain.common.hf_files import CONFIG, INDEX, WEIGHTS
 from nxtrain.common.io.atomic import write_durably
 from nxtrain.common.io.regular import read_bytes, require_regular
 from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import ParamTable
 from nxtrain.common.text import listed
 from nxtrain.config.check import quantization
-from nxtrain.config.model_folder import INDEX, SHAPE, WEIGHTS
-
-CONFIG = SHAPE
 
 _SEPARATORS = frozenset("/\\\0")
 """Characters that the file name of a weight file must not contain, such as path separators."""

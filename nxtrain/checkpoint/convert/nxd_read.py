@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from nxtrain.checkpoint.convert.hf import CHECKPOINT_FILES, dtype_name, refuse_to_overwrite
-from nxtrain.checkpoint.convert.hf_folder import CONFIG
 from nxtrain.checkpoint.convert.nxd_files import MASTER, MEANS, OPTIM_DIR, USER_CONTENT, find_tag, open_file
 from nxtrain.checkpoint.convert.nxd_states import NxdStates
 from nxtrain.checkpoint.convert.nxd_weights import NxdWeights
@@ -22,6 +21,7 @@ from nxtrain.checkpoint.staging import LazyTensors, Staged
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.errors import CheckpointError, ConfigError, cause_of
 from nxtrain.common.family import ModelConfig, ModelFamily, find_family
+from nxtrain.common.hf_files import CONFIG
 from nxtrain.common.io.regular import read_text
 from nxtrain.common.mesh import Mesh
 from nxtrain.config.schema import RunConfig

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nxtrain.checkpoint.convert.hf import new_folder, refuse_to_overwrite, whole_shapes
-from nxtrain.checkpoint.convert.hf_folder import CONFIG, write_json
+from nxtrain.checkpoint.convert.hf_folder import write_json
 from nxtrain.checkpoint.convert.nxd_files import (
     BASE_STATE,
     BEGUN,
@@ -35,6 +35,7 @@ from nxtrain.checkpoint.meta import Meta, read_meta
 from nxtrain.checkpoint.mirror import locate_checkpoint
 from nxtrain.checkpoint.shards import MODEL, TensorShard
 from nxtrain.common.errors import CheckpointError, ConfigError, Problem
+from nxtrain.common.hf_files import CONFIG
 from nxtrain.common.io.atomic import write_durably
 from nxtrain.common.io.object_store import Location
 from nxtrain.common.run_folder import CONFIG_FILE

@@ -25,6 +25,7 @@ from nxtrain.checkpoint.convert.hf_folder import HfFolder, NonFiniteCollector, r
 from nxtrain.checkpoint.load import open_checkpoint, read_shards, whole_weights
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.shards import mismatches
+from nxtrain.common import hf_files
 from nxtrain.common.errors import CheckpointError, ConfigError, Problem, cause_of
 from nxtrain.common.io.atomic import replace_bytes, replace_text
 from nxtrain.common.io.hub import model_named
@@ -33,7 +34,7 @@ from nxtrain.common.io.regular import require_regular
 from nxtrain.common.mesh import Axis
 from nxtrain.common.sharding import ParamTable
 from nxtrain.config.finetune_schema import FinetuneConfig
-from nxtrain.config.model_folder import COMPANIONS, whole_folder
+from nxtrain.config.model_folder import whole_folder
 from nxtrain.config.tables import toml_value
 from nxtrain.nn.lora import EXPERT_TARGETS, A, B, scale_of
 
@@ -396,8 +397,8 @@ def _base_folder(base: str) -> Path:
 def copy_companions(folder: Path, out: Path, dtype: str) -> None:
     """Copy a Hugging Face folder's files other than weights, and set the type in `config.json`."""
     config = {**HfFolder(folder).config, "dtype": dtype, "torch_dtype": dtype}
-    write_json(out / "config.json", config)
-    for name in COMPANIONS:
+    write_json(out / hf_files.CONFIG, config)
+    for name in hf_files.COMPANIONS:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, out / name)
 

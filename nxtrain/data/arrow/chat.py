@@ -26,6 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from nxtrain.common.errors import ConfigError, cause_of
+from nxtrain.common.hf_files import CHAT_TEMPLATE, TOKENIZER_CONFIG
 from nxtrain.common.io.regular import read_bytes
 from nxtrain.data.arrow.rows import (
     BROKEN_JSON,
@@ -38,8 +39,6 @@ from nxtrain.data.arrow.rows import (
     BadRowError,
 )
 from nxtrain.data.tokenization import TextTokenizer
-
-TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 
 BAD_CONVERSATION = "bad conversation"
 SPECIAL_TOKEN = "special token"
@@ -80,7 +79,7 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
-        config = _config(tokenizer.path.with_name(CONFIG_FILE))
+        config = _config(tokenizer.path.with_name(TOKENIZER_CONFIG))
         text = _template_text(tokenizer.path, config)
         self._names: dict[str, str] = {}
         for name in ("bos_token", "eos_token", "pad_token"):
@@ -184,7 +183,7 @@ def _config(file: Path) -> dict[str, Any]:
 
 def _template_text(tokenizer: Path, config: Mapping[str, Any]) -> str:
     """Text of the chat template: from its own file, else from the tokenizer's configuration."""
-    file = tokenizer.with_name(TEMPLATE_FILE)
+    file = tokenizer.with_name(CHAT_TEMPLATE)
     if file.exists():
         try:
             return read_bytes(file).decode()
@@ -196,8 +195,8 @@ def _template_text(tokenizer: Path, config: Mapping[str, Any]) -> str:
         template = named.get("default")
     if not isinstance(template, str):
         raise ConfigError(
-            f"--chat: {tokenizer.parent} has no chat template: neither {TEMPLATE_FILE} nor chat_template in "
-            f"{CONFIG_FILE}; give --tokenizer the folder of a model that was tuned on conversations"
+            f"--chat: {tokenizer.parent} has no chat template: neither {CHAT_TEMPLATE} nor chat_template in "
+            f"{TOKENIZER_CONFIG}; give --tokenizer the folder of a model that was tuned on conversations"
         )
     return template
 

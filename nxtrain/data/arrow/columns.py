@@ -12,6 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from nxtrain.common.errors import ConfigError, DataError
+from nxtrain.common.hf_files import TOKENIZER
 from nxtrain.common.io.object_store import Location
 from nxtrain.data.tokenization import ANCHOR, TextTokenizer, load_tokenizer
 
@@ -196,9 +197,9 @@ def _batches(tokenizer: TextTokenizer, texts: Sequence[bytes], before: Sequence[
 
 def open_tokenizer(folder: Path) -> TextTokenizer:
     """Load the tokenizer given by --tokenizer."""
-    file = folder / "tokenizer.json" if folder.is_dir() else folder
+    file = folder / TOKENIZER if folder.is_dir() else folder
     if not file.exists():
-        raise ConfigError(f"--tokenizer: {file} does not exist; give a folder with tokenizer.json, or the file")
+        raise ConfigError(f"--tokenizer: {file} does not exist; give a folder with {TOKENIZER}, or the file")
     try:
         return load_tokenizer(file, _ANY_VOCABULARY)
     except DataError as error:

@@ -24,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 from rich.table import Table
 
+from nxtrain.common.hf_files import TOKENIZER
 from nxtrain.common.process.progress import Progress
 from nxtrain.config.schema import DataConfig
 from nxtrain.data.arrow import ipc
@@ -113,7 +114,7 @@ def prepare_text(num_bytes: int, seq_len: int, folder: Path) -> tuple[dict[str, 
     The tokenizer is trained on a sample of the texts.
     """
     texts = list(stdlib_texts(num_bytes))
-    jsonl, vocab = folder / "text.jsonl", folder / "tokenizer.json"
+    jsonl, vocab = folder / "text.jsonl", folder / TOKENIZER
     with jsonl.open("w", encoding="utf-8") as file:
         file.writelines(f"{json.dumps({'text': text})}\n" for text in texts)
     sample = list[str]()

@@ -11,10 +11,8 @@ from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.meta import read_meta
 from nxtrain.common.errors import ConfigError, NxtrainError, cause_of
 from nxtrain.common.family import ModelConfig, ModelFamily, find_family
+from nxtrain.common.hf_files import CONFIG, GENERATION_CONFIG
 from nxtrain.common.io.object_store import Location, content_of, location_of
-from nxtrain.config.model_folder import GENERATION_CONFIG
-
-CONFIG = "config.json"
 
 
 def is_hf_folder(location: Path, config: str = CONFIG) -> bool:

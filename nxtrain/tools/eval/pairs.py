@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxtrain.backends.base import Backend
-from nxtrain.checkpoint import directory
+from nxtrain.common import hf_files
 from nxtrain.common.errors import ConfigError, DataError
 from nxtrain.common.io.object_store import content_of
 from nxtrain.data.arrow.prepared import PreparedCorpus
@@ -107,7 +107,7 @@ class PairsTask:
     def check(self, model: Trained) -> None:
         """Raise a DataError if the corpus was prepared with another tokenizer than that of the models."""
         for trained in filter(None, (model, self._reference)):
-            made = hashlib.blake2b(content_of(trained.location / directory.TOKENIZER)).hexdigest()
+            made = hashlib.blake2b(content_of(trained.location / hf_files.TOKENIZER)).hexdigest()
             if made != self._corpus.tokenizer:
                 hint = f"prepare the pairs with --tokenizer {trained.location}"
                 raise DataError(

@@ -11,17 +11,17 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from nxtrain.backends.base import Backend
-from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.convert.peft import CONFIG as ADAPTER_CONFIG
 from nxtrain.checkpoint.convert.verify_export import open_hf_model, open_model
 from nxtrain.checkpoint.meta import fingerprint, read_meta
 from nxtrain.checkpoint.mirror import locate_checkpoint
+from nxtrain.common import hf_files
 from nxtrain.common.errors import ConfigError, DamagedError, DataError
 from nxtrain.common.family import CausalLM, ModelConfig, ModelFamily
 from nxtrain.common.io.object_store import Location, content_of, location_of
 from nxtrain.common.mesh import Mesh
 from nxtrain.data.tokenization import declared_end, declared_token, end_ids
-from nxtrain.tools.eval.model_shape import CONFIG, generation_ends, is_hf_folder, read_hf
+from nxtrain.tools.eval.model_shape import generation_ends, is_hf_folder, read_hf
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class Trained:
         if isinstance(location, Path) and is_hf_folder(location):
             tokenizer = _open_tokenizer(location) if reads_text else None
             family, config, declared = read_hf(location)
-            identity = fingerprint([str(location.resolve()).encode(), content_of(location / CONFIG)])
+            identity = fingerprint([str(location.resolve()).encode(), content_of(location / hf_files.CONFIG)])
             prefix = None
             if tokenizer is not None:
                 declared |= end_ids(tokenizer)
-                file = location / directory.TOKENIZER
+                file = location / hf_files.TOKENIZER
                 prefix = _prefix(tokenizer, declared_token(location, "bos_token"), declared_end(file))
             return Trained(location, True, family, config, tokenizer, declared, identity=identity, prefix=prefix)
         if isinstance(location, Path) and is_hf_folder(location, ADAPTER_CONFIG):
@@ -121,10 +121,10 @@ def _prefix(tokenizer: Tokenizer, begin: str, end: str) -> int | None:
 
 
 def _open_tokenizer(location: Location) -> Tokenizer:
-    file = location / directory.TOKENIZER
+    file = location / hf_files.TOKENIZER
     if not file.is_file():
         hint = "generate and eval need a tokenizer; save it there, or train with data.tokenizer=PATH"
-        raise ConfigError(f"{location} has no {directory.TOKENIZER}: {hint}")
+        raise ConfigError(f"{location} has no {hf_files.TOKENIZER}: {hint}")
     try:
         tokenizer = Tokenizer.from_buffer(content_of(file))
     except OSError:

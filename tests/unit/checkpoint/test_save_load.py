@@ -18,6 +18,7 @@ from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.load import load
 from nxtrain.checkpoint.meta import read_meta
+from nxtrain.common import hf_files
 from nxtrain.common.errors import CheckpointError, DamagedError
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.sharding import Layout, ParamTable, ShardSpec
@@ -98,7 +99,7 @@ def test_only_the_checkpoint_is_left_and_the_tokenizer_is_in_it(path: Path, tmp_
     assert sorted(p.name for p in newest.iterdir()) == [
         *("manifest.json", "meta.json", "rank-00000.safetensors", "tokenizer.json", "verified")
     ]
-    assert (newest / directory.TOKENIZER).read_text() == tokenizer.read_text()
+    assert (newest / hf_files.TOKENIZER).read_text() == tokenizer.read_text()
 
 
 def small(shape: tuple[int, int], *names: str) -> ParamTable:

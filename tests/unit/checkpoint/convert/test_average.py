@@ -13,7 +13,6 @@ from torch import Tensor
 
 from nxtrain.checkpoint.convert.average import average, running_mean, sources_of
 from nxtrain.checkpoint.convert.hf import dtype_name
-from nxtrain.checkpoint.directory import TOKENIZER
 from nxtrain.checkpoint.load import open_checkpoint, read_shards, whole_weights
 from nxtrain.checkpoint.meta import Meta, read_meta
 from nxtrain.checkpoint.save import write
@@ -21,6 +20,7 @@ from nxtrain.checkpoint.shards import MODEL, TensorShard
 from nxtrain.checkpoint.staging import Staged
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.errors import CheckpointError, ConfigError
+from nxtrain.common.hf_files import TOKENIZER
 from nxtrain.common.mesh import Mesh
 from tests.support.commands import in_process
 
