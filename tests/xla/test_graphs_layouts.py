@@ -66,7 +66,9 @@ def test_each_layer_adds_the_same_collectives_over_cp(tmp_path: Path) -> None:
     assert lines[1] > lines[0]
 
 
-@pytest.mark.parametrize(("shard", "dispatch", "optim"), [("none", "dropless", "adamw"), ("zero1", "capacity", "muon")])
+@pytest.mark.parametrize(
+    ("shard", "dispatch", "optim"), one_in(2, [("zero1", "capacity", "muon"), ("none", "dropless", "adamw")])
+)
 def test_ranks_with_other_experts_record_one_graph(shard: str, dispatch: str, optim: str, tmp_path: Path) -> None:
     options = (f"model.moe_dispatch={dispatch}", f"parallel.shard={shard}", f"optim.name={optim}")
     _, graphs = report(tmp_path, *DIVIDED, "train.global_batch=8", *options)
@@ -83,7 +85,7 @@ def test_ranks_with_other_experts_record_one_graph(shard: str, dispatch: str, op
 
 @pytest.mark.parametrize(
     ("pp", "dispatch", "family"),
-    [(1, "capacity", "qwen3_moe"), (2, "dropless", "qwen3_moe"), (1, "dropless", "gpt_oss")],
+    one_in(2, [(1, "capacity", "qwen3_moe"), (1, "dropless", "gpt_oss"), (2, "dropless", "qwen3_moe")]),
 )
 def test_ranks_of_a_model_with_experts_record_the_same_graphs(
     pp: int, dispatch: str, family: str, tmp_path: Path
