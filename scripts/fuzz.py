@@ -127,7 +127,7 @@ class Runs:
             return self._by_command(drawn)
         if drawn.lane == "bf16":
             own, theirs = distances(self._backend, drawn)
-            said = f"gradient {own.gradient:.1e} beside {theirs.gradient:.1e}"
+            said = f"gradient {own.gradient:.1e} compared with {theirs.gradient:.1e}"
             assert own.gradient <= WORSE * theirs.gradient, said
             return said
         if drawn.lane == "fp16":

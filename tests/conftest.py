@@ -161,7 +161,7 @@ class Durations:
         """Write the file, sorted."""
         result = {test: seconds for test, seconds in _durations().items() if Path(test.partition("::")[0]).exists()}
         result |= {test: round(seconds, 1) for test, seconds in self._seconds.items()}
-        checkout = str(DURATIONS_FILE.parents[1])  # an id with a path of this machine is no test of another one
+        checkout = str(DURATIONS_FILE.parents[1])  # an id with a path of this machine is not a test of another one
         lasting = {test: result[test] for test in sorted(result) if result[test] > QUICK_S and checkout not in test}
         DURATIONS_FILE.write_text(json.dumps(lasting, indent=1) + "\n", encoding="utf-8")
 

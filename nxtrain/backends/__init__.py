@@ -54,7 +54,7 @@ def support(name: str) -> Support:
     """Check if a backend can run on this machine, and give the reason; the check claims no device.
 
     Raises:
-        BackendError: The name is no backend.
+        BackendError: The name is not a backend.
     """
     return _load(name).support()
 

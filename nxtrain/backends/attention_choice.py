@@ -241,7 +241,7 @@ def choose_torch(backend: str, wanted: str, shape: AttentionShape) -> AttentionC
     if shape.is_mixed:
         return choose_mixed(partial(choose_torch, backend, wanted), shape)
     if wanted not in ATTENTION[backend]:
-        reason = f"{wanted} is no kernel of {backend}, which has torch's attention only"
+        reason = f"{wanted} is not a kernel of {backend}, which has torch's attention only"
         raise ConfigError([Problem("backend.attention", reason, hint="use auto")])
     if backend == ON_GPUS:
         return _choose_cuda(wanted, shape)

@@ -3,7 +3,7 @@
 The host enqueues collectives and continues, so in a hang the hosts of all ranks wait at the same line of code. The
 recorder knows the collectives that each rank has enqueued, and the ones that its device has completed.
 
-Source: torch 2.9, torch/csrc/distributed/c10d/FlightRecorder.hpp; torch 2.15, hooks/FlightRecorderHook.hpp beside it.
+Source: torch 2.9, torch/csrc/distributed/c10d/FlightRecorder.hpp; torch 2.15, hooks/FlightRecorderHook.hpp there.
 """
 
 from __future__ import annotations

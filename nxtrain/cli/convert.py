@@ -23,7 +23,7 @@ def _on_disk(text: str) -> Path:
     """Parse a path on this machine; raise an error for an address in object storage."""
     if is_bucket(text):
         way_out = f"fetch or bring it there with: {copying(text, 'SRC DST')}"
-        raise ConfigError(f"{text} is no folder of this machine; {way_out}")
+        raise ConfigError(f"{text} is not a folder of this machine; {way_out}")
     return local_path(text)
 
 

@@ -70,7 +70,7 @@ def _output(text: str) -> Path:
 
 def _prefix(text: str) -> str:
     if not is_bucket(text):
-        raise ConfigError(f"--upload {text} is no address in object storage; give {BUCKET_FORMS}")
+        raise ConfigError(f"--upload {text} is not an address in object storage; give {BUCKET_FORMS}")
     return text
 
 
@@ -81,7 +81,7 @@ def _num_bytes(text: str | int) -> int:
     if match is not None and match[2] in _UNITS:
         size = int(float(match[1]) * _UNITS[match[2]])
     if not 0 <= size <= MAX_INT:
-        raise typer.BadParameter(f"{text} is no size; give a number of bytes, or one such as 512MiB or 2GB")
+        raise typer.BadParameter(f"{text} is not a size; give a number of bytes, or one such as 512MiB or 2GB")
     return size
 
 
@@ -96,7 +96,7 @@ Tokenizer = Annotated[
 ]
 Field = Annotated[str, typer.Option(metavar="NAME", help="Field or column that holds the documents.")]
 Lines = Annotated[bool, typer.Option("--lines", help="Each line of a text file is a document, not the file.")]
-Mixed = Annotated[bool, typer.Option("--mixed", help="A folder may hold text beside other formats; take all of it.")]
+Mixed = Annotated[bool, typer.Option("--mixed", help="A folder may hold text and other formats; take all of it.")]
 Only = Annotated[str, typer.Option(metavar="GLOB", help="Read only files of a folder with such names, as *.parquet.")]
 
 
@@ -121,7 +121,7 @@ def prepare(
         str, typer.Option(metavar="NAME", help="Field or column of the documents; by default text, or messages.")
     ] = "",
     prompt: Annotated[
-        str, typer.Option(metavar="NAME", help="Field or column of prompts, which come before and are no targets.")
+        str, typer.Option(metavar="NAME", help="Field or column of prompts, which come before and are not targets.")
     ] = "",
     chat: Annotated[
         bool, typer.Option("--chat", help="Documents are conversations: write them by the tokenizer's chat template.")

@@ -134,7 +134,7 @@ def evaluate(
     reference: Annotated[
         str, typer.Option(metavar="RUN_OR_HF", help="Model with which answers of pairs are compared, as in DPO.")
     ] = "",
-    beta: Annotated[float, number(1e-9, 1e9, help="Factor of rewards beside a reference.")] = 0.1,
+    beta: Annotated[float, number(1e-9, 1e9, help="Factor of rewards relative to a reference.")] = 0.1,
     tp: Annotated[int, integer(1, MAX_RANKS, help="Ranks that share each model; others share the requests.")] = 1,
     visible_cores: Cores = "",
     as_json: AsJson = False,

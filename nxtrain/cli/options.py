@@ -58,7 +58,7 @@ def bounded(kind: type[int | float], least: float, most: float) -> Callable[[str
         try:
             value = kind(text)
         except ValueError as error:
-            raise typer.BadParameter(f"{quoted(text)} is no {name}") from error
+            raise typer.BadParameter(f"{quoted(text)} is not a valid {name}") from error
         if not least <= value <= most:  # nor nan
             raise typer.BadParameter(f"{quoted(text)} is not between {least} and {most}")
         return value

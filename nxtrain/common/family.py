@@ -199,7 +199,7 @@ class ModelFamily(ABC):
         if name not in self.presets:
             names = ", ".join(self.presets)
             raise ConfigError(
-                [Problem("model.preset", f"{name!r} is no preset of {self.name}", hint=f"known: {names}")]
+                [Problem("model.preset", f"{name!r} is not a preset of {self.name}", hint=f"known: {names}")]
             )
         return self.presets[name].config
 

@@ -58,7 +58,7 @@ class Axis:
         """
         size = self.size
         assert size % 2 == 0, f"{self.name} has {size} positions, and an odd ring has no perfect matching"
-        assert (self.rank - peer) % size in (1, size - 1), f"{self.rank} and {peer} of {size} are no neighbours"
+        assert (self.rank - peer) % size in (1, size - 1), f"{self.rank} and {peer} of {size} are not neighbours"
         low, high = sorted((self.rank, peer))
         begins = low if high - low == 1 else high
         edges = [sorted((i, (i + 1) % size)) for i in range(begins % 2, size, 2)]

@@ -49,7 +49,7 @@ def faults(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             if _bad_text(value):
                 yield key, f"{quoted(value)} {_bad_text(value)}"
         elif isinstance(value, int) and not -MAX_INT - 1 <= value <= MAX_INT:
-            yield key, f"{integer(value)} is no integer of 64 bits: -{MAX_INT + 1} to {MAX_INT}"
+            yield key, f"{integer(value)} is not an integer of 64 bits: -{MAX_INT + 1} to {MAX_INT}"
 
 
 def row_shares(weights: Sequence[float]) -> tuple[int, ...]:

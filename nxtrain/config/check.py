@@ -407,7 +407,7 @@ def _name(config: RunConfig) -> Iterator[Problem]:
     name = config.run.name
     shown = quoted(name)
     if not name.strip() or name in {".", ".."} or _NO_NAME.search(name):
-        reason = f"{shown} is no name of a folder: it is empty, . or .., or has a slash or a control character"
+        reason = f"{shown} is not a name of a folder: it is empty, . or .., or has a slash or a control character"
         yield Problem("run.name", reason, hint="give a plain name, and the place of the folder as run.dir=PATH/NAME")
     elif len(name.encode()) > MOST_NAME_BYTES:
         reason = f"{shown} has {len(name.encode()):,} bytes, and a name has at most {MOST_NAME_BYTES}"

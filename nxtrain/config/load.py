@@ -58,7 +58,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not all(key.split(".")):
-            problems.append(Problem("", f"{quoted(override)} is no override", hint="write dotted.key=value"))
+            problems.append(Problem("", f"{quoted(override)} is not an override", hint="write dotted.key=value"))
             continue
         try:
             added = nest(key, _parse_value(text))

@@ -284,9 +284,9 @@ def header(opened: DataFile) -> tuple[np.dtype[np.integer[Any]], tuple[int, ...]
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, is_fortran, dtype = read(file)
     except Exception as error:  # numpy reads headers with Python's parsers, and passes their errors on
-        raise DataError(f"{path} is no .npy array of numbers, or is cut short: {error}") from error
+        raise DataError(f"{path} is not a .npy array of numbers, or is cut short: {error}") from error
     if dtype.hasobject or any(type(size) is not int or size < 0 for size in shape):
-        raise DataError(f"{path} is no .npy array of numbers: it holds {dtype} of shape {shape}")
+        raise DataError(f"{path} is not a .npy array of numbers: it holds {dtype} of shape {shape}")
     if is_fortran and len(shape) > 1:
         raise DataError(
             f"{path} is stored column by column; save its rows: numpy.save(path, numpy.ascontiguousarray(ids))"

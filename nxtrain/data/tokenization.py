@@ -153,7 +153,7 @@ def load_tokenizer(path: Path, vocab_size: int, end: str = "") -> TextTokenizer:
     except OSError as error:
         raise unreadable(f"data.tokenizer: {file}", error) from error
     except Exception as error:  # tokenizers raises nothing narrower
-        raise DataError(f"data.tokenizer: {file} is no tokenizer.json of Hugging Face: {error}") from error
+        raise DataError(f"data.tokenizer: {file} is not a tokenizer.json of Hugging Face: {error}") from error
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     token, last = max(vocabulary.items(), key=lambda entry: entry[1])
     if last >= vocab_size:

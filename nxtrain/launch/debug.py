@@ -62,7 +62,7 @@ def debug_variables(config: RunConfig, environ: Mapping[str, str], *, neuron: bo
             Variable(
                 "NEURON_RT_LOG_LOCATION",
                 "console",
-                "beside the rank's other lines; the runtime writes no file, only this or syslog",
+                "among the rank's other lines; the runtime writes no file, only this or syslog",
                 _NEURON,
             ),
         ]

@@ -208,7 +208,7 @@ _BESIDE_PROFILER = (
     Variable(
         INSPECT,
         "1",
-        "profiles the whole process, which AWS rules out beside torch's profiler, as metrics.profile_steps starts it",
+        "profiles the whole process, which AWS rules out with torch's profiler, as metrics.profile_steps starts it",
         EXPLORER,
         "unset it, or use metrics.profile_steps=[]",
     ),

@@ -254,9 +254,9 @@ def _named(instance: Machine | None) -> str:
 
 def _unknown(name: str) -> Problem:
     if name:
-        reason = f"{name} is no Trainium instance that nxtrain knows"
+        reason = f"{name} is not a Trainium instance that nxtrain knows"
         return Problem("cluster.instance", reason, hint=nearest(name, list(INSTANCES)))
-    reason = "not set, and this machine is no Trainium instance that nxtrain knows"
+    reason = "not set, and this machine is not a Trainium instance that nxtrain knows"
     return Problem("cluster.instance", reason, hint=f"set it to one of {', '.join(INSTANCES)}")
 
 

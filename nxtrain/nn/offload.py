@@ -40,7 +40,7 @@ def _offloaded(forward: Callable[..., Tensor], model: nn.Module, transfers: Tran
     def run(block: nn.Module, *inputs: Any) -> Tensor:
         _, *common = inputs  # first positions of documents, say, of which kernels know copies on the host
         stays = [x for x in common if isinstance(x, Tensor)]
-        # Layers that postpone the gradients of their weights save detached weights, which are no parameters.
+        # Layers that postpone the gradients of their weights save detached weights, which are not parameters.
         stays += [x for x in block.parameters() if type(x) is nn.Parameter]
         with saved_on_host(model, transfers, stays):
             return forward(*inputs)

@@ -177,7 +177,7 @@ class ColumnLinear(SplitBackward):
         return out
 
     def enter(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Activations that `product` takes beside the input, (S, B, ...) each; empty for this layer."""
+        """Activations that `product` takes in addition to the input, (S, B, ...) each; empty for this layer."""
         return ()
 
     def product(self, x: Tensor, *entered: Tensor) -> Tensor:

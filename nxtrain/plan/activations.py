@@ -271,8 +271,8 @@ def num_chunks(job: Job) -> int:
 def _chunk_work_bytes(job: Job) -> int:
     """Bytes of the largest temporary tensors in the backward pass of a feed-forward computed in chunks.
 
-    Allocations follow `parallel/chunks.py`. Float32 sums of parameter gradients exist beside the gradients of a chunk.
-    Sequence parallelism gathers the input and the gradient. At the end, the input gradients of all chunks are
+    Allocations follow `parallel/chunks.py`. Float32 sums of parameter gradients exist in addition to the gradients of a
+    chunk. Sequence parallelism gathers the input and the gradient. At the end, the input gradients of all chunks are
     concatenated, and parameter gradients are cast to their type.
     """
     length = -(-job.local_len // num_chunks(job))
@@ -412,7 +412,7 @@ def attention_work_bytes(job: Job) -> int:
     if job.config.parallel.cp > 1:
         return backward_context_bytes(job)
     if job.attention == "probabilities":
-        rows = min(CPU_BLOCK, train.seq_len)  # of a block, beside the gradients of the block before
+        rows = min(CPU_BLOCK, train.seq_len)  # of a block, in addition to the gradients of the block before
         scores = train.seq_len * FLOAT + (train.seq_len - rows) * size
         key_grads = 2 * keys * FLOAT
         if size < FLOAT:

@@ -23,7 +23,7 @@ MASK_BYTES = 3
 
 @once_per_job
 def kept_numbers(job: Job) -> int:
-    """Bytes that context parallel attention saves beside queries, keys, values and output: row sums and positions."""
+    """Bytes of row sums and positions that context parallel attention saves with queries, keys, values and output."""
     train = job.config.train
     sums = train.micro_batch * job.local_heads * job.local_len * FLOAT
     positions = 0
@@ -57,8 +57,9 @@ def forward_context_bytes(job: Job) -> int:
 def backward_context_bytes(job: Job) -> int:
     """Bytes of the largest temporary tensors in the backward pass of context parallel attention.
 
-    They include float32 gradients beside the tensors of the forward pass. With `gather`, gradients of all keys exist
-    until they are summed. With `ring`, the gradients of a block arrive, are added to this rank's, and are sent on.
+    They include float32 gradients in addition to the tensors of the forward pass. With `gather`, gradients of all keys
+    exist until they are summed. With `ring`, the gradients of a block arrive, are added to this rank's, and are sent
+    on.
     """
     if job.fuses_context:
         return _flash_bytes(job)

@@ -60,7 +60,7 @@ def _num_adapters(job: Job) -> int:
 def expert_work_bytes(job: Job) -> int:
     """Bytes of temporary tensors in the backward pass of experts: gradients of rows and matrices, and intermediates.
 
-    The gradients of all expert matrices of the block exist at once, beside the sums of earlier micro-batches.
+    The gradients of all expert matrices of the block exist at once, in addition to the sums of earlier micro-batches.
     """
     mixture = job.dimensions.mixture
     if mixture is None:

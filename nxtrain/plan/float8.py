@@ -1,7 +1,7 @@
 """Predicted work and memory of float8 products in blocks: operations, casts, and the copies that a product holds.
 
 Under `compile.torch_compile` a cast reads its matrix once and writes float8 bytes. Eager casts hold the scaled matrix
-in float32 beside two float8 copies, one of them transposed.
+in float32 next to two float8 copies, one of them transposed.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def find_machine(name: str, own: Mapping[str, Machine] | None = None, key: str =
     hint = f"known: {', '.join(machines)}"
     if close:
         hint = f"did you mean {' or '.join(close)}?"
-    raise ConfigError([Problem(key, f"{quoted(name)} is no instance that nxtrain knows", hint=hint)])
+    raise ConfigError([Problem(key, f"{quoted(name)} is not an instance that nxtrain knows", hint=hint)])
 
 
 class _Cell(NamedTuple):
@@ -131,7 +131,7 @@ def _problems(name: str, table: Mapping[str, Any], path: str) -> Iterator[Proble
         yield Problem(f"{name}.{key}", "unknown key", path, f"known: {', '.join(close or _KEYS)}")
     kind = table.get("kind", OWN)
     if kind not in KINDS:
-        yield Problem(f"{name}.kind", f"{kind!r} is no known kind of chip", path, nearest(str(kind), KINDS))
+        yield Problem(f"{name}.kind", f"{kind!r} is not a known kind of chip", path, nearest(str(kind), KINDS))
     for key, cell in _CELLS.items():
         if key not in table:
             if key not in _OPTIONAL:

@@ -147,7 +147,7 @@ def inspect(path: Path, overrides: Sequence[str]) -> Inspection:
     is_run = path.is_dir()
     file = path / CONFIG_FILE if is_run else path
     if is_run and not file.is_file():
-        raise ConfigError(f"{path} is no run folder: it has no {CONFIG_FILE}; name a run.dir or a TOML file")
+        raise ConfigError(f"{path} is not a run folder: it has no {CONFIG_FILE}; name a run.dir or a TOML file")
     loaded = load(file, overrides)
     checkpoint = _checkpoint(path) if is_run else None
     recorded = _recorded(path) if is_run else {}

@@ -19,7 +19,7 @@ from nxtrain.plan.adapters import Adapters, FrozenBytes, Method, frozen_bytes, s
 from nxtrain.plan.shapes import Entries, Stage, pipeline_stages, stage_entries, stage_parts
 
 Attention = Literal["probabilities", "fused", "grouped", "blocked", "scores"]
-"""Attention implementations, distinguished by the tensors that they save beside queries, keys and values.
+"""Attention implementations, distinguished by the tensors that they save in addition to queries, keys and values.
 
 probabilities: The probabilities of all blocks, in `backends/cpu_attention.py`.
 fused: Torch's fused kernel, which gets repeated K/V heads.

@@ -152,7 +152,7 @@ def master_size(job: Job) -> int:
 
 
 def own_rows_bytes(job: Job, stage: int) -> int:
-    """Bytes of the parameter rows that a rank updates under ZeRO-1, stored beside the whole parameters."""
+    """Bytes of the parameter rows that a rank updates under ZeRO-1, stored in addition to the whole parameters."""
     if job.config.parallel.shard != "zero1":
         return 0
     return job.trained(stage).rows * job.params_size

@@ -31,7 +31,7 @@ from nxtrain.plan.muon import muon_work
 from nxtrain.plan.shapes import OuterUnits, block_entries, outer_units
 
 NORM_ROW_BYTES = 4
-"""Bytes that the final norm saves per row beside its input: a float32."""
+"""Bytes that the final norm saves per row in addition to its input: a float32."""
 
 GROUPS = 6
 """Number of micro-batch groups after which an interleaved schedule only repeats earlier states."""
@@ -148,9 +148,9 @@ def _split_bytes(job: Job, stage: int) -> int:
 def _reducing(job: Job, stage: int, accumulated: int) -> Iterator[Moment]:
     """Moments of the gradient reduction: first bucket full, last bucket in transfer, and parameters being gathered.
 
-    Buckets exist beside the activations that the last micro-batch still keeps. A replicated bucket is one flat copy.
-    ZeRO-1 has a packed and a scattered bucket, and copies of tensors that are padded or of another type. All parameters
-    are gathered at once after the update.
+    Buckets exist in addition to the activations that the last micro-batch still keeps. A replicated bucket is one flat
+    copy. ZeRO-1 has a packed and a scattered bucket, and copies of tensors that are padded or of another type. All
+    parameters are gathered at once after the update.
     """
     parallel = job.config.parallel
     precision = job.config.precision

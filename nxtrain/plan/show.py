@@ -199,7 +199,7 @@ def show_search(result: SearchResult, note: str, top: int) -> None:
 
 
 def show_trace(compared: Mapping[str, tuple[int, int]]) -> None:
-    """Print predicted bytes beside the bytes of a traced step; print nothing without a trace."""
+    """Print predicted bytes next to the bytes of a traced step; print nothing without a trace."""
     if not compared:
         return
     table = Table("one rank on fake tensors", "predicted GiB", "traced GiB", "error", box=box.SIMPLE_HEAD)

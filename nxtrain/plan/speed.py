@@ -281,14 +281,14 @@ def _cp_seconds(job: Job, num_bytes: float, links: Links, overlap: float, attent
 def _tp_seconds(job: Job, num_blocks: int, links: Links, overlap: float, rate: float) -> tuple[float, float]:
     """Seconds of the exposed tp transfers of some blocks, in the forward and in the backward pass.
 
-    Backward of `parallel/linear.py:_ColumnProduct` gathers the input beside one product, and sums the input's gradient
-    beside the other product. All other transfers are exposed.
+    Backward of `parallel/linear.py:_ColumnProduct` gathers the input during one product, and sums the input's gradient
+    during the other product. All other transfers are exposed.
     """
     tp = job.config.parallel.tp
-    forward, backward, beside = tp_bytes(job, num_blocks)
-    beside_s = ring_s(job, tp, beside, links, spread=1)
+    forward, backward, hidden = tp_bytes(job, num_blocks)
+    hidden_s = ring_s(job, tp, hidden, links, spread=1)
     products_s = num_blocks * job.micro_tokens * 4 * job.dimensions.column_params / rate
-    backward_s = ring_s(job, tp, backward, links, spread=1) - min(overlap * beside_s, products_s)
+    backward_s = ring_s(job, tp, backward, links, spread=1) - min(overlap * hidden_s, products_s)
     return ring_s(job, tp, forward, links, spread=1), backward_s
 
 

@@ -39,7 +39,7 @@ def open_run_data(context: RunContext, mirrored: Mirrored | None) -> Data:
     if config.data.doc_mask and config.data.source == "tokens":
         context.print_line(f"data.doc_mask: token files mark no documents, so that each id {data.end_id} ends one")
     if data.skipped:
-        context.print_line(f"left out {len(data.skipped)} files that are no text, such as {data.skipped[0]}")
+        context.print_line(f"left out {len(data.skipped)} files that are not text, such as {data.skipped[0]}")
     return data
 
 

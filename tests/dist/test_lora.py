@@ -205,7 +205,7 @@ def first_step(backend: Backend, resolved: Resolved, given: dict[str, Tensor]) -
 
 
 def _bytes(parameter: Tensor) -> Tensor:
-    """Bytes of this rank's part; quantized weights are no numbers of their type."""
+    """Bytes of this rank's part; quantized weights are not numbers of their type."""
     own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return own.detach().view(torch.uint8)
 

@@ -189,7 +189,7 @@ def test_a_disk_that_fails_for_a_while_damages_nothing(tmp_path: Path, straight:
 def test_one_that_alone_cannot_be_read_is_left_for_the_one_before(
     tmp_path: Path, straight: list[dict[str, Any]]
 ) -> None:
-    """Bad sectors: they are no reason to wait for somebody."""
+    """Bad sectors: they are not a reason to wait for somebody."""
     commands.write_config(tmp_path)
     assert commands.train(tmp_path, armed="kill@0:12:fwd,sleep@*:1:fwd:0.05")[0] == -signal.SIGKILL
     output = commands.trained(tmp_path, first=partial(_fail_reads, 10**6, "step-00000008"))

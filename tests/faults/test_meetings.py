@@ -60,7 +60,7 @@ def test_a_port_that_something_else_has_is_named_by_all_though_that_says_nothing
         output = ended(tmp_path, {0: first, 1: second}, LIMIT_S + ENDS_S)
     assert (first.exitcode, second.exitcode) == (BackendError.exit_code,) * 2, output
     assert f"port {port} is in use on this machine" in output[0]
-    assert "something listens there that is no store of torch" in output[1]
+    assert "something listens there that is not a store of torch" in output[1]
     assert WAY_OUT in output[0]
     assert WAY_OUT in output[1]
 

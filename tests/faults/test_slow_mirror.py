@@ -1,4 +1,4 @@
-"""A checkpoint that comes slowly from S3 is no hang, for whoever reads and whoever waits; one that stops coming is."""
+"""A checkpoint that comes slowly from S3 is not a hang, for a rank that reads or waits; one that stops coming is."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_whatever_befalls_a_run_it_stays_what_it_was(started_by: ForkServerConte
 def assert_page_tells(history: History) -> None:
     """The page has each restart in its place: the time, the reason and the order, as its supervisor saw them.
 
-    A start that is killed before it reads its checkpoint writes nothing, and is no start on the page.
+    A start that is killed before it reads its checkpoint writes nothing, and is not a start on the page.
     """
     page = write_page([history.run]).file.read_text(encoding="utf-8")
     section = page.partition('<section id="timeline"')[2]

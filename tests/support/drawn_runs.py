@@ -79,7 +79,7 @@ class Error:
 
     @property
     def is_parity(self) -> bool:
-        """True within the tolerances; a difference that is no number is beyond them."""
+        """True within the tolerances; a difference that is not a number is beyond them."""
         return self.loss <= LOSS and self.norm <= NORM and self.weight <= WEIGHT
 
     def __str__(self) -> str:

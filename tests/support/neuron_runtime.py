@@ -76,7 +76,7 @@ class Runtime:
             self._xla._set_allow_execution(False)
 
     def _show(self, device: str) -> None:
-        """Name the graph; what nobody else holds is no result of it, so the tensors stay in here."""
+        """Name the graph; what nobody else holds is not a result of it, so the tensors stay in here."""
         computed = pending(torch.device(device))
         if computed:
             self.graph(hash_of(computed), lambda: str(self._xla._get_xla_tensors_hlo(computed)))

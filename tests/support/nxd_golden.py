@@ -52,7 +52,7 @@ MODEL: dict[str, Any] = {
     "max_position_embeddings": 64,
     "initializer_range": 0.05,
 }
-"""Sizes are no powers of two, but divide by two ranks, as NeuronX Distributed asks."""
+"""Sizes are not powers of two, but divide by two ranks, as NeuronX Distributed asks."""
 
 STEPS = 20
 SEQ_LEN = 30

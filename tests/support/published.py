@@ -40,7 +40,7 @@ CONTEXT = GOLDEN / "context_throughput.json"
 EXPERTS = GOLDEN / "expert_throughput.json"
 """Rows with experts, which chose no constant."""
 GPT_OSS = {"gpt-oss-20b": (24, 32), "gpt-oss-120b": (36, 128)}
-"""Blocks and experts of models that are no family here."""
+"""Blocks and experts of models that are not families here."""
 
 
 @dataclass(frozen=True)

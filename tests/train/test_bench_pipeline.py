@@ -88,7 +88,7 @@ def test_split_backwards_are_pictured_and_compared() -> None:
     ("options", "words"),
     [
         (("--schedule", "zero_bubble", "--virtual-pp", "2"), "schedule zero_bubble needs --virtual-pp 1, not 2"),
-        (("--pp", "1"), "--pp 1 is no pipeline"),
+        (("--pp", "1"), "--pp 1 is not a pipeline"),
     ],
 )
 def test_a_pipeline_that_cannot_be_is_refused(options: tuple[str, ...], words: str) -> None:

@@ -47,9 +47,9 @@ def test_a_corpus_is_prepared_recognised_and_inspected(tmp_path: Path) -> None:
         (("prepare", "none.bin", "--out", "o.arrow"), 3, "unknown format"),
         (("prepare", "absent", "--out", "o.arrow"), 2, "absent does not exist"),
         (("prepare", "bad.jsonl", "--out", "o.npy"), 2, ".arrow"),
-        (("prepare", "bad.jsonl", "--out", "o.arrow", "--shard-bytes", "many"), 2, "is no size"),
+        (("prepare", "bad.jsonl", "--out", "o.arrow", "--shard-bytes", "many"), 2, "is not a size"),
         (("prepare", "bad.jsonl", "--out", "s3://bucket/o.arrow"), 2, "add --upload s3://bucket"),
-        (("prepare", "bad.jsonl", "--out", "o.arrow", "--upload", "bucket"), 2, "is no address in object storage"),
+        (("prepare", "bad.jsonl", "--out", "o.arrow", "--upload", "bucket"), 2, "is not an address in object storage"),
         (("inspect", "absent"), 2, "absent does not exist"),
         (("inspect", "none.bin"), 3, "unknown format"),
     ],
@@ -85,7 +85,7 @@ def test_an_inspection_of_damaged_or_empty_files_ends_with_its_exit_code(tmp_pat
             assert message in " ".join(done.stderr.split())
         assert json.loads(done.stdout)["documents"] == 0
     not_prepared = run(tmp_path, "inspect", source, "--verify")
-    assert (not_prepared.returncode, "is no Arrow file" in not_prepared.stderr) == (3, True)
+    assert (not_prepared.returncode, "is not an Arrow file" in not_prepared.stderr) == (3, True)
 
 
 def test_skipped_rows_are_shown_and_listed(tmp_path: Path) -> None:

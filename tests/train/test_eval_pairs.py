@@ -1,4 +1,4 @@
-"""`nxtrain eval --pairs` measures preferences as transformers does; files that are no pairs are errors for people."""
+"""`nxtrain eval --pairs` measures preferences as transformers does; files that are not pairs are errors for people."""
 
 from __future__ import annotations
 

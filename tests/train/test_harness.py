@@ -283,7 +283,7 @@ def test_an_unknown_task_is_named_with_the_nearest(hf: Path, tasks: Path, monkey
     # The harness's own tasks take seconds to read.
     monkeypatch.setattr(harness, "_registry", lambda folder, own_only: open_registry(folder, own_only=True))
     err = errors_of("eval", hf, "--tasks", "own_choise,clozer", "--task-dir", tasks, code=2)
-    assert "own_choise is no task of nxtrain or of the harness" in err
+    assert "own_choise is not a task of nxtrain or of the harness" in err
     assert "did you mean own_choice?" in err
     assert "did you mean cloze?" in err
 

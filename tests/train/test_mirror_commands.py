@@ -91,7 +91,7 @@ def test_what_cannot_be_read_or_written_there_says_so(run: Path, s3_variables: d
     )
     assert "there is no config.toml with it; give the configuration of its run by --run CONFIG" in text
     text = output_of(run, s3_variables, "convert", "hf-to-nxtrain", run, RUN, code=ConfigError.exit_code)
-    assert f"error: {RUN} is no folder of this machine" in text
+    assert f"error: {RUN} is not a folder of this machine" in text
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_the_settings_of_the_optimizer_come_from_the_run(tmp_path: Path) -> None
 
 
 def test_a_run_on_documents_goes_on_from_rank_files_where_it_was(tmp_path: Path) -> None:
-    """The position in documents that are packed during training is no number of samples."""
+    """The position in documents that are packed during training is not a number of samples."""
     corpus, vocabulary = tmp_path / "corpus.arrow", 300
     prepare(write_corpus(tmp_path / "src", "a.jsonl", documents(40)), out=corpus)
     file = write_toml(

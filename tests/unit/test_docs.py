@@ -251,7 +251,7 @@ def test_the_readme_and_the_page_on_recovery_have_every_exit_code() -> None:
     assert {int(code) for cell in table for code in re.findall(r"\d+", cell)} == codes | {0, 1, 126, 127, 128}
 
 
-# Blocks that are no commands
+# Blocks that are not commands
 
 
 @parametrize_pages(PAGES)

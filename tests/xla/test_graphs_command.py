@@ -144,7 +144,7 @@ def test_what_was_traced_in_place_of_the_vendors_layers_is_said(sound: dict[str,
     assert name.startswith("traced with backend.name=xla in place of neuron (")
     reason = "nxd on neuron where neuronx-distributed is installed; it is not here"
     assert layers == f"traced with backend.layers=native in place of nxd ({reason})"
-    assert attention.startswith("backend.attention=auto is plain on trn1.32xlarge: train.seq_len=32 is no multiple")
+    assert attention.startswith("backend.attention=auto is plain on trn1.32xlarge: train.seq_len=32 is not a multiple")
 
 
 def test_a_run_of_automatic_choices_is_told_what_stands_for_them_in_whole_lines(tmp_path: Path) -> None:
@@ -203,8 +203,8 @@ def test_no_learning_rate_and_no_storage_changes_a_graph(reports: dict[str, dict
     [
         ("rank", "ranks 1 record other graphs than rank 0"),
         ("lr", "compiled again in step 2: 2 graphs where one is enough"),
-        ("everyone", "all-reduce over 1 groups of 4096 ranks, which are no axis of this mesh; its axes: tp of 8, dp"),
-        ("own group", "reduce-scatter over 1 groups of 8 ranks, which are no axis"),
+        ("everyone", "all-reduce over 1 groups of 4096 ranks, which are not an axis of this mesh; its axes: tp of 8"),
+        ("own group", "reduce-scatter over 1 groups of 8 ranks, which are not an axis"),
         ("world", "sums over dp are multiplied by 0.000244141; the mean of 512 ranks needs 0.00195312"),
         ("f64", "computes in float64"),
     ],

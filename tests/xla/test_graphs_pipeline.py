@@ -19,7 +19,7 @@ RANKS = [0, 3, 4, 7, 8, 12, 15]
 """Some of each stage."""
 
 STAGES = [3, 4, 8, 15]
-"""One of each stage: enough for the graphs of stages, where ranks of one stage are no question."""
+"""One of each stage: enough for the graphs of stages, where ranks of one stage are not in question."""
 
 
 def plan(num_micro: int, virtual_pp: int = 1, shape: str = "gqa2", family: str = "llama") -> Any:

@@ -135,7 +135,7 @@ def faults(update: Update, roundings: int) -> list[str]:
         for name, item in casts.items()
         if graph[item.operands[0]].kind != "f32"
     ]
-    result += [f"{name} is no result" for name in casts if name not in root.operands]
+    result += [f"{name} is not a result" for name in casts if name not in root.operands]
     narrow = {name: item for name, item in graph.items() if item.kind == "bf16" and item.op not in {*MOVES, "convert"}}
     result += [f"{name} is {item.op} in bf16" for name, item in narrow.items()]
     unknown = {node.kind for node in graph.values() if node.kind in {"f16", "f64"} or node.kind.startswith("f8")}

@@ -88,7 +88,7 @@ def _lacking(
     instance: Machine | None, sdk: SdkVersion | None, distributed: Package | None, allow_unverified: bool
 ) -> Iterator[str]:
     if instance is None:
-        yield "this machine is no Trainium instance that nxtrain knows"
+        yield "this machine is not a Trainium instance that nxtrain knows"
     if sdk is None:
         yield "no known release of the Neuron SDK is installed"
     elif sdk > LAST_SDK:
@@ -106,7 +106,7 @@ def _misfits(shape: AttentionShape, instance: Machine | None) -> Iterator[str]:
     if shape.params != "bf16":
         yield f"NKI's kernel multiplies in bf16, which precision.params={shape.params} does not ask for"
     if shape.seq_len % SEQUENCE_TILE:
-        yield f"train.seq_len={shape.seq_len} is no multiple of {SEQUENCE_TILE}, as NKI's kernel needs"
+        yield f"train.seq_len={shape.seq_len} is not a multiple of {SEQUENCE_TILE}, as NKI's kernel needs"
     if shape.head_size > MAX_HEAD_SIZE:
         yield f"heads are {shape.head_size} wide, and NKI's kernel takes {MAX_HEAD_SIZE} at most"
     if instance is not None and shape.num_heads % instance.physical_cores:
@@ -135,7 +135,7 @@ def misfits_of_bounded(shape: AttentionShape, num_heads: int) -> Iterator[str]:
     if shape.params != "bf16":
         yield f"they multiply in bf16, which precision.params={shape.params} does not ask for"
     if shape.seq_len % BOUNDED_TILE or shape.seq_len > LONGEST_BOUNDED:
-        yield f"train.seq_len={shape.seq_len} is no multiple of {BOUNDED_TILE} up to {LONGEST_BOUNDED:,}"
+        yield f"train.seq_len={shape.seq_len} is not a multiple of {BOUNDED_TILE} up to {LONGEST_BOUNDED:,}"
     if shape.head_size > MAX_HEAD_SIZE:
         yield f"heads are {shape.head_size} wide, and they take {MAX_HEAD_SIZE} at most"
     if num_heads > MOST_BOUNDED_HEADS:

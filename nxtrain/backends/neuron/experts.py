@@ -77,6 +77,6 @@ def _obstacles(shape: ExpertShape, instance: Machine | None, sdk: SdkVersion | N
         sizes = f"a multiple of {HIDDEN_TILE} up to {MOST_HIDDEN:,}"
         yield f"the hidden size {shape.hidden_size:,} is not {sizes}"
     if shape.width % WIDTH_TILE:
-        yield f"experts are {shape.width:,} wide on a rank, which is no multiple of {WIDTH_TILE}"
+        yield f"experts are {shape.width:,} wide on a rank, which is not a multiple of {WIDTH_TILE}"
     if shape.num_tokens > MOST_TOKENS:
         yield f"a rank has {shape.num_tokens:,} tokens in a call, and they support {MOST_TOKENS:,} at most"

@@ -71,7 +71,7 @@ def choose_native(
     if switched_off:
         obstacles.insert(0, f"{SWITCH}=0 turns TorchNeuron's kernel off")
     if wanted == "plain" and not obstacles and not shape.limits:
-        reason = "is plain, but TorchNeuron computes this shape by its own kernel, behind torch's attention"
+        reason = "is plain, but TorchNeuron computes this shape by its own kernel, inside torch's attention"
         hint = f"use auto, or set {SWITCH}=0 in the environment"
         raise ConfigError([Problem("backend.attention", reason, hint=hint)])
     if shape.limits and wanted != "plain":
@@ -113,7 +113,7 @@ def _misfits_of_ring(shape: AttentionShape) -> Iterator[str]:
     yield from misfits_of_bounded(replace(shape, seq_len=RING_TILE), shape.micro_batch * shape.num_heads)
     part = shape.seq_len // shape.cp
     if part % RING_TILE or part > LONGEST_RING_PART:
-        yield f"{part:,} tokens per rank are no multiple of {RING_TILE} up to {LONGEST_RING_PART:,}"
+        yield f"{part:,} tokens per rank are not a multiple of {RING_TILE} up to {LONGEST_RING_PART:,}"
 
 
 def _obstacles(shape: AttentionShape) -> list[str]:
@@ -124,7 +124,7 @@ def _obstacles(shape: AttentionShape) -> list[str]:
         )
     if shape.seq_len % SEQUENCE_TILE:
         obstacles.append(
-            f"train.seq_len={shape.seq_len} is no multiple of {SEQUENCE_TILE}, as TorchNeuron's kernel needs"
+            f"train.seq_len={shape.seq_len} is not a multiple of {SEQUENCE_TILE}, as TorchNeuron's kernel needs"
         )
     if shape.head_size > MAX_HEAD_SIZE:
         obstacles.append(f"heads are {shape.head_size} wide, and TorchNeuron's kernel takes {MAX_HEAD_SIZE} at most")

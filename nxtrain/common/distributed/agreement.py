@@ -109,7 +109,7 @@ def _readable(error: Exception, failure: str) -> NxtrainError:
 
 @dataclass(frozen=True)
 class StorageScope:
-    """The folders behind one path: one shared file system, or a separate local folder on each node.
+    """The folders of one path: one shared file system, or a separate local folder on each node.
 
     Args:
         ranks: All ranks of the run.

@@ -35,7 +35,7 @@ def join_rendezvous(rank: int, world: int, timeout: timedelta, rejoined: int = 0
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError) as error:
-        raise _no_store(f"{error} is no port" if isinstance(error, ValueError) else f"{error} is not set") from error
+        raise _no_store(f"{error} is not a port" if isinstance(error, ValueError) else f"{error} is not set") from error
     store = _within(timeout, host, port, rank)
     try:
         store.set_timeout(timeout)
@@ -89,7 +89,7 @@ def _probe(host: str, port: int) -> str:
     """Describe an address at which no store answers: another program, no listener, or an unknown host name."""
     try:
         with socket.create_connection((host, port), timeout=LATE_S):
-            return "something listens there that is no store of torch, so another program uses the port"
+            return "something listens there that is not a store of torch, so another program uses the port"
     except socket.gaierror:
         return f"the name {host} does not resolve on this machine"
     except (OSError, OverflowError) as error:

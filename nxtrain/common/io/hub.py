@@ -264,7 +264,7 @@ class HubName:
             reason = f"{self.repository} has no revision {self.revision}"
             return self._refusal(reason, f"take a branch, a tag or a commit of {self.page}/commits")
         if isinstance(error, errors.HFValidationError):
-            return self._refusal(f"{self.repository} is no name of a repository: {error}", "write org/name[@revision]")
+            return self._refusal(f"{self.repository} does not name a repository: {error}", "write org/name[@revision]")
         status = getattr(getattr(error, "response", None), "status_code", 0)
         if status in {401, 403}:
             reason = f"the Hub refuses the token of this user for {self.repository}, status {status}"

@@ -62,7 +62,7 @@ class Placement:
             try:
                 return int(environ.get(name, default))
             except ValueError:
-                raise _impossible(f"{name}={environ[name][:SHOWN_CHARS]} is no number") from None
+                raise _impossible(f"{name}={environ[name][:SHOWN_CHARS]} is not a number") from None
 
         placement = Placement(
             rank=number("RANK", 0),
@@ -135,13 +135,13 @@ def _unusable(environ: Mapping[str, str]) -> str:
     """Description of an invalid variable that other libraries would ignore silently; empty if all are valid."""
     port = environ.get("MASTER_PORT", "1")
     if not (port.isascii() and port.isdigit() and len(port) <= len(str(MAX_PORT)) and 1 <= int(port) <= MAX_PORT):
-        return f"MASTER_PORT={port[:SHOWN_CHARS]} is no port, which is a number from 1 to {MAX_PORT}"
+        return f"MASTER_PORT={port[:SHOWN_CHARS]} is not a port, which is a number from 1 to {MAX_PORT}"
     if not environ.get("MASTER_ADDR", "localhost").strip():
         return "MASTER_ADDR is empty, and names the machine of rank 0"
     threads = environ.get("OMP_NUM_THREADS", "")
     # OpenMP takes a list with a number for each level of nested parallelism, and ignores the variable if empty.
     if threads.strip() and not re.fullmatch(r"\s*0*[1-9]\d{0,5}\s*(,\s*0*[1-9]\d{0,5}\s*)*", threads):
-        return f"OMP_NUM_THREADS={threads[:SHOWN_CHARS]} is no number of threads, which is 1 or more"
+        return f"OMP_NUM_THREADS={threads[:SHOWN_CHARS]} is not a number of threads, which is 1 or more"
     return ""
 
 

@@ -131,6 +131,6 @@ def _parse(text: str) -> Fault:
 
 def _wrong(text: str, rule: str) -> ConfigError:
     return ConfigError(
-        f"{VARIABLE}: {text!r} is no fault: {rule}. For example {EXAMPLE}; faults are for tests, so unset "
+        f"{VARIABLE}: {text!r} is not a fault: {rule}. For example {EXAMPLE}; faults are for tests, so unset "
         "the variable in a run that matters"
     )

@@ -210,7 +210,7 @@ def _compiled(text: str, folder: Path) -> Template:
     try:
         return environment.from_string(text)
     except TemplateError as error:
-        raise ConfigError(f"--chat: the chat template of {folder} is no template: {error}") from error
+        raise ConfigError(f"--chat: the chat template of {folder} is not a template: {error}") from error
 
 
 def _raise(message: str) -> NoReturn:
@@ -222,10 +222,10 @@ def checked_turns(messages: object) -> list[Message]:
     if messages is None:
         raise BadRowError(MISSING_FIELD, "no conversation; name its field with --field")
     if not isinstance(messages, list):
-        raise BadRowError(WRONG_TYPE, 'the conversation is no list such as [{"role": "user", "content": "..."}]')
+        raise BadRowError(WRONG_TYPE, 'the conversation is not a list such as [{"role": "user", "content": "..."}]')
     for number, turn in enumerate(messages, 1):
         if not isinstance(turn, dict):
-            raise BadRowError(WRONG_TYPE, f"turn {number} is no object with role and content")
+            raise BadRowError(WRONG_TYPE, f"turn {number} is not an object with role and content")
         for key in ("role", "content"):
             if not isinstance(turn.get(key), str):
                 raise BadRowError(MISSING_FIELD, f'turn {number} has no text in "{key}"')
@@ -241,11 +241,11 @@ def _checked_tools(tools: object) -> Tools | None:
         try:
             listed = json.loads(tools)
         except (RecursionError, ValueError) as error:
-            raise BadRowError(BROKEN_JSON, f'"{TOOLS}" is no JSON: {cause_of(error)}') from error
+            raise BadRowError(BROKEN_JSON, f'"{TOOLS}" is not JSON: {cause_of(error)}') from error
     if not listed:
         return None
     if not isinstance(listed, list) or not all(isinstance(tool, dict) for tool in listed):
-        raise BadRowError(WRONG_TYPE, f'"{TOOLS}" is no list of objects such as [{{"type": "function", ...}}]')
+        raise BadRowError(WRONG_TYPE, f'"{TOOLS}" is not a list of objects such as [{{"type": "function", ...}}]')
     if any("\ud800" <= letter <= "\udfff" for letter in "".join(_texts_of(listed))):
         raise BadRowError(INVALID_UTF8, f'"{TOOLS}" holds half of a surrogate pair')
     return listed

@@ -242,7 +242,7 @@ def check_schema(schema: pa.Schema, file: Location) -> None:
     metadata = schema.metadata or {}
     version = metadata.get(FORMAT_KEY, b"").decode(errors="replace")
     if version != str(FORMAT_VERSION):
-        what = "is no prepared corpus"
+        what = "is not a prepared corpus"
         if version:
             what = f"has format {version}, and this release reads {FORMAT_VERSION}"
         raise DataError(f"{file} {what}; prepare it with nxtrain data prepare")

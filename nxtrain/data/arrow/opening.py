@@ -89,7 +89,7 @@ def open_shard(file: DataFile, number: int) -> tuple[Any, list[StoredBatch], Dat
     except DEFECTS as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise unreadable(f"{file.name}", error) from error
-        what = f"{file.name} is no Arrow file, is damaged or is cut short: {error}"
+        what = f"{file.name} is not an Arrow file, is damaged or is cut short: {error}"
         raise DataError(f"{what}; prepare it again") from error
     return schema, batches, verified or file
 

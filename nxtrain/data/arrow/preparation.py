@@ -389,7 +389,7 @@ def _compare_finished(outputs: Outputs, identity: dict[str, str]) -> None:
     except DEFECTS:
         metadata = {}
     if FORMAT_KEY not in metadata:
-        raise DataError(f"{outputs.out} is no prepared corpus; choose another --out, or delete it with --restart")
+        raise DataError(f"{outputs.out} is not a prepared corpus; choose another --out, or delete it with --restart")
     keys = {"sources": SOURCES_KEY, "settings": SETTINGS_KEY, "origin": ORIGIN_KEY}
     written = {name: metadata.get(keys[name], b"").decode(errors="replace") for name in identity}
     if written != identity:

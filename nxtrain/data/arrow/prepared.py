@@ -163,7 +163,7 @@ class PreparedCorpus:
             try:
                 content.decode()
             except UnicodeDecodeError as error:
-                self._damaged(document, f"its text is no UTF-8: {error}")
+                self._damaged(document, f"its text is not UTF-8: {error}")
         return content
 
     def text(self, document: int) -> str:

@@ -362,7 +362,7 @@ def _whole(file: Any) -> SourceRow | BadRow:
             return BadRow(1, 0, TOO_LONG, f"more than {MAX_DOCUMENT_BYTES:,} bytes; {way_out}")
     content = b"".join(pieces).removeprefix(b"\xef\xbb\xbf")
     if b"\0" in content:
-        return BadRow(1, num_bytes, BINARY, "the file holds a NUL byte, so it is no text; remove it from the sources")
+        return BadRow(1, num_bytes, BINARY, "the file holds a NUL byte, so it is not text; remove it from the sources")
     try:
         return SourceRow(valid_utf8(content), 1, num_bytes)
     except BadRowError as error:

@@ -242,7 +242,7 @@ def _kind(path: Location, suffix: str, head: bytes, any_text: bool) -> Kind:
         return "text"
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if suffix == ".json" and text[:1] in {b"[", b"{"}:
-        raise DataError(f"{path} is one JSON document and no JSON Lines; convert it with: jq -c '.[]'")
+        raise DataError(f"{path} is one JSON document, not JSON Lines; convert it with: jq -c '.[]'")
     if b"\0" in head or not _is_utf8(head):
         raise DataError(f"{path} has an unknown format; give {FORMATS}")
     return "text"

@@ -232,7 +232,7 @@ def _written(columns: Sequence[Iterator[Any]], begin: int, start: int, fields: F
 
 
 def _objects(column: Any) -> Iterator[Any]:
-    """Conversations or tools in a slice of a column, or None; an error for a value that is no JSON."""
+    """Conversations or tools in a slice of a column, or None; an error for a value that is not JSON."""
     column.validate(full=True)  # pyarrow trusts a file's offsets when it makes Python objects
     for item in column:
         value = item.as_py()

@@ -342,7 +342,7 @@ Encoded: TypeAlias = Callable[..., Documents]
 
 
 def _maker(run: RunCorpora, identity: str, tokenizer: TextTokenizer | None) -> str:
-    """Identity of the ids of corpora beside their content: the tokenizer, and what it adds to the text of documents."""
+    """Identity of the tokenizer of corpora, and of its additions to the text of documents."""
     if tokenizer is None or not tokenizer.marks or all(corpus.is_ids for corpus in run.corpora):
         return identity
     return f"{identity} {tokenizer.marks}"

@@ -229,7 +229,7 @@ def _check_instance(config: RunConfig, machine: Machine, lane: str, wanted: str)
     if machine.resource != wanted:
         yield _misfit(instance, lane, wanted)
     elif instance and instance not in INSTANCE_TYPES and config.backend.name == "auto":
-        reason = f"{quoted(instance)} is no instance that nxtrain knows, but backend.name=auto depends on its devices"
+        reason = f"{quoted(instance)} is not an instance that nxtrain knows, but backend.name=auto needs its devices"
         hint = f"{nearest(instance, list(INSTANCE_TYPES))}; for another machine, set backend.name"
         yield Problem("cluster.instance", reason, hint=hint)
     elif instance and not re.fullmatch(_LABEL, instance):
@@ -245,5 +245,5 @@ def _misfit(instance: str, lane: str, wanted: str) -> Problem:
     if instance in INSTANCE_TYPES:
         reason = f"{instance} has no devices for backend.name={lane}"
         return Problem("cluster.instance", reason, hint=f"use one of {', '.join(fitting) or 'the other machines'}")
-    reason = f"{quoted(instance)} is no instance that nxtrain knows"
+    reason = f"{quoted(instance)} is not an instance that nxtrain knows"
     return Problem("cluster.instance", reason, hint=nearest(instance, fitting))

@@ -137,7 +137,7 @@ def mpi_job(job: ClusterJob) -> Manifest:
 
 
 def job_set(job: ClusterJob) -> Manifest:
-    """Build a JobSet manifest of one indexed Job; final errors end the job, and preemptions are no restarts."""
+    """Build a JobSet manifest of one indexed Job; final errors end the job, and preemptions are not restarts."""
 
     def rule(action: str, codes: list[int]) -> Manifest:
         return {"action": action, "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": codes}}

@@ -19,11 +19,11 @@ HEAD = 64
 
 
 def check_chart(file: Path | None) -> None:
-    """Raise a ConfigError if the chart's file is no SVG file or its folder does not exist."""
+    """Raise a ConfigError if the chart's file is not an SVG file or its folder does not exist."""
     if file is None:
         return
     if file.suffix.lower() != ".svg":
-        raise ConfigError([Problem("--chart", f"{file.name} is no SVG file, the only format", hint="use FILE.svg")])
+        raise ConfigError([Problem("--chart", f"{file.name} is not an SVG file, the only format", hint="use FILE.svg")])
     if not file.parent.is_dir():
         raise ConfigError([Problem("--chart", f"there is no folder {file.parent}", hint="create the folder first")])
 

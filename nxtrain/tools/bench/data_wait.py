@@ -1,7 +1,7 @@
 """Benchmark of the time that training steps of a fixed duration wait for data from worker processes.
 
 Workers tokenize and pack text, or pack token ids, while a device would compute. A step sleeps in place of computing, so
-the workers have all cores, as beside an accelerator. The meter of a run's `data_s` counts the wait.
+the workers have all cores, as in a run on an accelerator. The meter of a run's `data_s` counts the wait.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def _check(target: BuildTarget) -> None:
     if problems:
         raise ConfigError(problems)
     if target.stage >= target.pp:
-        raise ConfigError(f"--stage {target.stage} is no pipeline stage of --pp {target.pp}; use 0 to {target.pp - 1}")
+        raise ConfigError(f"--stage {target.stage} is not a stage of --pp {target.pp}; use 0 to {target.pp - 1}")
 
 
 def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:

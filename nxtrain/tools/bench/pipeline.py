@@ -106,7 +106,7 @@ def bench_pipeline(*, work: StageWork, rounds: int, dry_run: bool, as_json: bool
         ConfigError: The degrees and the schedule do not fit together.
     """
     if work.pp == 1 and (not dry_run or work.virtual_pp > 1):
-        raise ConfigError("--pp 1 is no pipeline: a single stage has no other stage to wait for; use 2 or more")
+        raise ConfigError("--pp 1 is not a pipeline: a single stage has no other stage to wait for; use 2 or more")
     if work.schedule == "zero_bubble" and work.virtual_pp > 1:
         raise ConfigError(
             f"schedule zero_bubble needs --virtual-pp 1, not {work.virtual_pp}; choose one of the two options"

@@ -174,7 +174,7 @@ def _cache(where: str | None) -> Cache:
     # A run creates the cache folder of its configuration, so a missing folder is an empty cache.
     if not folder.is_dir() and not (where and where.endswith(".toml")):
         raise ConfigError(
-            f"{folder} is no folder; name the folder of a compile cache, or a configuration file. "
+            f"{folder} is not a folder; name the folder of a compile cache, or a configuration file. "
             "nxtrain compile makes a cache, and so does: nxtrain cache sync SRC DST"
         )
     _refuse_other(folder)
@@ -199,7 +199,7 @@ def _refuse_other(folder: Path) -> None:
         if others[_SHOWN:]:
             shown += " and others"
         raise ConfigError(
-            f"{folder} is no cache of compiled graphs: it holds {shown}, and neither neuronxcc-* nor "
+            f"{folder} is not a cache of compiled graphs: it holds {shown}, and neither neuronxcc-* nor "
             f"{NEFF_FOLDER}; name the folder of a compile cache, a configuration file, or an empty folder"
         )
 

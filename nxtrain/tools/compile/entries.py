@@ -86,7 +86,7 @@ def parse_key(text: str) -> CacheKey | None:
     """Parse a cache key from the text `compiler/module`.
 
     Returns:
-        None if the text is no key, such as a path that leads out of the cache.
+        None if the text is not a key, such as a path that leads out of the cache.
     """
     compiler, _, module = text.partition("/")
     if compiler == NEFF_FOLDER:

@@ -132,15 +132,15 @@ def read_manifest(path: Path) -> GraphManifest:
     except ValidationError as error:
         problem = error.errors()[0]
         reason = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
-        raise ConfigError(f"{path} is no manifest of compiled graphs ({reason}); run nxtrain compile again") from error
+        raise ConfigError(f"{path} is not a manifest of graphs ({reason}); run nxtrain compile again") from error
     what = ""
     for key in manifest.keys:
         if parse_key(str(key)) is None:
-            what = f"{key.module!r} is no key of a graph"
+            what = f"{key.module!r} is not a key of a graph"
     if not what and record.get("version") != _VERSION:
         what = f"version {record.get('version')}, not {_VERSION}"
     if what:
-        raise ConfigError(f"{path} is no manifest that this release reads: {what}; run nxtrain compile again")
+        raise ConfigError(f"{path} is not a manifest that this release reads: {what}; run nxtrain compile again")
     return manifest
 
 

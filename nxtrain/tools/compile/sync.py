@@ -87,7 +87,7 @@ class Bucket:
         except FileNotFoundError as error:
             raise UnusableEntryError(f"{_entry(key)} was deleted during the sync") from error
         except (RecursionError, ValueError, KeyError, TypeError) as error:
-            raise UnusableEntryError(f"{_entry(key)} is no list of files of an entry: {cause_of(error)}") from error
+            raise UnusableEntryError(f"{_entry(key)} is not a list of files of an entry: {cause_of(error)}") from error
 
     def _has(self, file: Content) -> bool:
         """Return True if the bucket has a file of the same hash and size."""
@@ -150,7 +150,7 @@ def sync(source: CacheLocation, target: CacheLocation, on_step: Callable[[Step],
         way_out = f"one must be a folder, or use: {copying(str(target), 'SRC DST')}"
         raise ConfigError(f"{source} and {target} are both buckets; {way_out}")
     if isinstance(source, Cache) and not source.root.is_dir():
-        raise ConfigError(f"{source} is no folder; name the folder of a compile cache, which nxtrain compile makes")
+        raise ConfigError(f"{source} is not a folder; name the folder of a compile cache, which nxtrain compile makes")
     if isinstance(source, Cache) and isinstance(target, Cache) and source.root.resolve() == target.root.resolve():
         raise ConfigError(f"{source} and {target} are the same folder; name two different caches")
     wanted, there = source.done(), target.done()
@@ -172,7 +172,7 @@ def sync(source: CacheLocation, target: CacheLocation, on_step: Callable[[Step],
 
 
 def _copy(source: CacheLocation, target: CacheLocation, key: CacheKey) -> bool:
-    """Copy one entry through a staging folder beside the target, or beside the source if the target is a bucket."""
+    """Copy one entry through a staging folder next to the target, or next to the source if the target is a bucket."""
     cache = target
     if isinstance(target, Bucket):
         cache = source

@@ -173,7 +173,7 @@ def _pair(host: Host) -> Finding:
     have, runtime = _minor(driver), _minor(text)
     needed = PAIRS.get(runtime)
     if needed and have < needed:
-        what = f"driver {driver} beside runtime {text}, which came with driver {needed[0]}.{needed[1]}"
+        what = f"driver {driver} with runtime {text}, which came with driver {needed[0]}.{needed[1]}"
         why = "a runtime newer than its driver fails at the first call, or lacks features silently"
         return fault("driver", what, why, "upgrade aws-neuronx-dkms, or use the SDK of this driver")
     if not text:

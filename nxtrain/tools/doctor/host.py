@@ -99,7 +99,7 @@ def check_disk(folder: Path, needed_bytes: int = MIN_FREE_BYTES) -> Finding:
     free = shutil.disk_usage(there).free
     if not there.is_dir():
         fix = "delete or rename the file, or use another run.dir"
-        return fault("disk", f"{there} is no folder", "no checkpoint can be saved", fix)
+        return fault("disk", f"{there} is not a folder", "no checkpoint can be saved", fix)
     if not os.access(there, os.W_OK):
         return fault(
             "disk", f"{there} cannot be written", "no checkpoint can be saved", "check the rights and the mount"

@@ -135,7 +135,7 @@ def _bandwidth(row: Mapping[str, str]) -> Bandwidth:
     except (ValueError, KeyError) as error:
         raise ToolOutputError(f"nccom-test printed a table of an unknown form: {error!r}") from error
     if not (math.isfinite(time) and math.isfinite(bandwidth)):
-        raise ToolOutputError(f"nccom-test printed {time} us and {bandwidth} GB/s, which are no finite measurement")
+        raise ToolOutputError(f"nccom-test printed {time} us and {bandwidth} GB/s, which are not a finite measurement")
     return Bandwidth(size, time / 1e6, bandwidth * 2**30)
 
 

@@ -42,7 +42,7 @@ def read_hf(location: Path) -> tuple[ModelFamily, ModelConfig, frozenset[int]]:
         reason = repr(error)
         if isinstance(error, RecursionError | ValueError):
             reason = cause_of(error)
-        raise ConfigError(f"{location / CONFIG} is no configuration of a model: {reason}") from error
+        raise ConfigError(f"{location / CONFIG} is not a configuration of a model: {reason}") from error
 
 
 def generation_ends(location: Location) -> frozenset[int]:
@@ -57,7 +57,7 @@ def generation_ends(location: Location) -> frozenset[int]:
     try:
         return _ends_of(json.loads(content_of(file)))
     except (AttributeError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{file} is no configuration of Hugging Face: {cause_of(error)}") from error
+        raise ConfigError(f"{file} is not a configuration of Hugging Face: {cause_of(error)}") from error
 
 
 def _ends_of(content: Mapping[str, Any]) -> frozenset[int]:

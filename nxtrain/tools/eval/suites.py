@@ -70,7 +70,7 @@ def choose_tasks(names: Sequence[str], folder: Path | None = None) -> tuple[list
         The chosen tasks; the registry of the harness's tasks, None if there are none.
     """
     if folder is not None and not folder.is_dir():
-        raise ConfigError(f"--task-dir {folder} is no folder; give the folder that holds the tasks' YAML files")
+        raise ConfigError(f"--task-dir {folder} is not a folder; give the folder that holds the tasks' YAML files")
     choices: list[Choice] = []
     problems: list[Problem] = []
     for name in names or ("offline",):
@@ -89,7 +89,7 @@ def choose_tasks(names: Sequence[str], folder: Path | None = None) -> tuple[list
         elif shots.isdecimal():
             choices.append(Choice(task, is_local=False, num_shots=int(shots)))
         else:
-            problems.append(Problem("--tasks", f"{name}: {shots!r} is no number", hint="write NAME:SHOTS"))
+            problems.append(Problem("--tasks", f"{name}: {shots!r} is not a number", hint="write NAME:SHOTS"))
     choices = list(dict.fromkeys(choices))
     problems += _named_twice(choices)
     wanted = [choice.name for choice in choices if not choice.is_local]
@@ -123,7 +123,7 @@ def _missing(names: Sequence[str], choices: Sequence[str]) -> Iterator[Problem]:
             hint = nearest(name, close or _NAMES)
             if not close:
                 hint += "; of the harness: lm_eval ls tasks"
-            yield Problem("--tasks", f"{name} is no task of nxtrain or of the harness", hint=hint)
+            yield Problem("--tasks", f"{name} is not a task of nxtrain or of the harness", hint=hint)
         else:
             others.append(name)
     if others:

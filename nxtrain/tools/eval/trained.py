@@ -130,7 +130,7 @@ def _open_tokenizer(location: Location) -> Tokenizer:
     except OSError:
         raise
     except Exception as error:  # the package tokenizers raises no narrower type
-        reason = f"it is no Hugging Face tokenizer: {error}"
+        reason = f"it is not a Hugging Face tokenizer: {error}"
         if isinstance(location, Path) and is_hf_folder(location):
             raise DataError(f"{file} is damaged: {reason}") from error
         raise DamagedError(f"{file}", reason) from error

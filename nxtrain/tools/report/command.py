@@ -96,4 +96,4 @@ def _require_run(run: RecordedRun) -> None:
     way_out = "name the folder of a run, which is the value of run.dir"
     if inside:
         way_out = f"name a run inside, such as {inside[0]}"
-    raise ConfigError(f"{run.folder} is no run folder of nxtrain; {way_out}, or give --out FILE.html")
+    raise ConfigError(f"{run.folder} is not a run folder of nxtrain; {way_out}, or give --out FILE.html")

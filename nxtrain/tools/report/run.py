@@ -152,7 +152,7 @@ def _columns(file: Path, notes: list[str]) -> Columns:
     if columns.torn:
         notes.append(f"the last line of {METRICS_FILE} has no end: a run writes it, or was killed while it did")
     if columns.damaged:
-        notes.append(f"{columns.damaged:,} lines of {METRICS_FILE} are no records of nxtrain, and are left out")
+        notes.append(f"{columns.damaged:,} lines of {METRICS_FILE} are not records of nxtrain, and are left out")
     if columns.repeated:
         notes.append(f"{columns.repeated:,} records of {METRICS_FILE} have the step of a later record, which counts")
     return columns
@@ -166,7 +166,7 @@ def _foreign(folder: Path) -> str:
     if not names:
         return "the folder is empty: the run has not begun, or wrote elsewhere"
     shown = ", ".join(shortened(name, 30) for name in names[:3])
-    return f"this is no run folder of nxtrain: it has neither {CONFIG_FILE} nor records, but {shown}"
+    return f"this is not a run folder of nxtrain: it has neither {CONFIG_FILE} nor records, but {shown}"
 
 
 def _json(file: Path, notes: list[str]) -> dict[str, Any]:

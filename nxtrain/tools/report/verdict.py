@@ -50,7 +50,7 @@ def verdict(
     if share["waiting_s"] + reduced >= BOUND_SHARE:
         why = f"{share['waiting_s']:.0%} of the time goes into waiting for other ranks"
         if reduced:
-            why += f", {reduced:.0%} into reductions beside that"
+            why += f", {reduced:.0%} into reductions in addition"
         return f"communication-bound: {why}"
     worst = max(BOUND_BY, key=share.__getitem__)
     if share[worst] >= BOUND_SHARE:

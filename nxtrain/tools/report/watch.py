@@ -156,7 +156,7 @@ def watch(folders: Sequence[Path], *, once: bool = False, every_s: float = 0.0, 
     """
     for folder in folders:
         if not folder.is_dir():
-            raise ConfigError(f"{folder} is no folder; name the folder of a run, which is the value of run.dir")
+            raise ConfigError(f"{folder} is not a folder; name the folder of a run, which is the value of run.dir")
     console = console or PipeSafeConsole(highlight=False, soft_wrap=True, markup=False)
     runs = [Followed(folder) for folder in folders]
     prefixes = [""]

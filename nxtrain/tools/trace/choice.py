@@ -23,7 +23,7 @@ TRACED = {
 """Configuration values that can be traced on any machine, by key."""
 
 ASSUMED = INSTANCES["trn1.32xlarge"]
-"""Instance type assumed for a run that names none, if this host is no known instance either."""
+"""Instance type assumed for a run that names none, if this host is not a known instance either."""
 
 NXD = "neuronx-distributed"
 

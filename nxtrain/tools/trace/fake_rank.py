@@ -331,7 +331,7 @@ class LiveBytes(TorchDispatchMode):
     """Count the bytes of live storages of all tensors that operations return in this context.
 
     A storage counts once, however many views share it, from the operation that returns it until it is freed. Full
-    sharding frees and restores parameters by resizing their storage, which is no operation. So resizes of storages
+    sharding frees and restores parameters by resizing their storage, which is not an operation. So resizes of storages
     count too. Storages of the `excluded` tensors do not count.
 
     Attributes:

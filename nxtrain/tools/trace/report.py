@@ -130,7 +130,7 @@ def _problems(recording: Recording, names: Mapping[str, str], graphs: Sequence[M
             if not row["axis"]:
                 yield (
                     f"{graph['name']}: {row['count']} x {row['op']} over {row['num_groups']} groups of "
-                    f"{row['group_size']} ranks, which are no axis of this mesh; its axes: {axes}"
+                    f"{row['group_size']} ranks, which are not an axis of this mesh; its axes: {axes}"
                 )
         scale, dp = graph["dp_scale"], recording.copies
         if scale is not None and abs(scale * dp - 1) > 2**-8:  # bf16 has 8 significant bits

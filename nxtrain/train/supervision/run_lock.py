@@ -67,7 +67,7 @@ def _open(path: Path) -> int:
 
 
 def _take(file: int, folder: Path, print_line: Callable[[str], None], *, restarted: bool, most_s: float) -> bool:
-    """Lock the file; return False on a file system without locks, which is no reason to refuse a run."""
+    """Lock the file; return False on a file system without locks, which is not a reason to refuse a run."""
     began, announced = time.monotonic(), False
     while True:
         try:

@@ -64,7 +64,7 @@ def test_tiles_hold_each_pair_that_is_seen_once(seed: int, window: int | None, d
     found = np.zeros(wanted.shape, dtype=np.int64)
     for tile in tiles(first, queries, keys, slides=window is not None):
         assert visible(tile).any(axis=1).all(), "kernels differ in what a query without a key gets"
-        assert tile.window is None or tile.window >= 0, "-1 is no limit"
+        assert tile.window is None or tile.window >= 0, "-1 is not a limit"
         found[tile.start : tile.end, tile.low : tile.high] += visible(tile)
     assert np.array_equal(found, wanted)
 

@@ -189,7 +189,7 @@ SHAPE = AttentionShape(micro_batch=1, seq_len=4096, num_heads=8, head_size=128, 
     ("change", "obstacle"),
     [
         ({}, ""),
-        ({"seq_len": 4352}, "train.seq_len=4352 is no multiple of 512"),
+        ({"seq_len": 4352}, "train.seq_len=4352 is not a multiple of 512"),
         ({"head_size": 160}, "heads are 160 wide"),
         ({"micro_batch": 128}, "train.micro_batch=128 x 8 heads per rank = 1024"),
         ({"params": "fp32"}, "precision.params=fp32"),

@@ -81,7 +81,7 @@ def test_documents_windows_and_rings_take_the_library() -> None:
     ("shape", "library", "obstacle"),
     [
         (SHAPE, "the package nkilib is not installed", "cannot be had: the package nkilib is not installed"),
-        (replace(SHAPE, seq_len=4352), "", "train.seq_len=4352 is no multiple of 512"),
+        (replace(SHAPE, seq_len=4352), "", "train.seq_len=4352 is not a multiple of 512"),
         (replace(SHAPE, micro_batch=65), "", "520 query heads per rank, and they take 512 at most"),
         (replace(SHAPE, params="fp32"), "", "they multiply in bf16"),
         (replace(IN_RING, cp_method="gather"), "", "parallel.cp_method=gather"),
@@ -89,7 +89,7 @@ def test_documents_windows_and_rings_take_the_library() -> None:
         (replace(IN_RING, documents=True), "", "data.doc_mask=true, and they take documents only if"),
         (replace(IN_RING, window=100), "", "a layer's window, and they take none"),
         (replace(IN_RING, cp=64, seq_len=64 * 512), "", "parallel.cp=64, and they take 32 ranks at most"),
-        (replace(IN_RING, seq_len=4 * 513), "", "513 tokens per rank are no multiple of 512 up to 16,384"),
+        (replace(IN_RING, seq_len=4 * 513), "", "513 tokens per rank are not a multiple of 512 up to 16,384"),
         (replace(IN_RING, head_size=160), "", "heads are 160 wide, and they take 128 at most"),
     ],
 )

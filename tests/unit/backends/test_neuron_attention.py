@@ -83,13 +83,13 @@ def test_plain_attention_is_taken_when_asked_for_and_told_its_cost() -> None:
 @pytest.mark.parametrize(
     ("shape", "how", "obstacle"),
     [
-        ({"seq_len": 4095}, {}, "train.seq_len=4095 is no multiple of 2048"),
+        ({"seq_len": 4095}, {}, "train.seq_len=4095 is not a multiple of 2048"),
         ({"head_size": 160}, {}, "heads are 160 wide, and NKI's kernel takes 128 at most"),
         ({"params": "fp32"}, {}, "multiplies in bf16, which precision.params=fp32 does not ask for"),
         ({"num_heads": 1}, {"instance": TRN2}, "1 query heads per rank do not divide over the 2 physical cores"),
         ({}, {"sdk": SdkVersion(2, 30)}, "the compiler of Neuron SDK 2.30 refuses NKI kernels of the old namespace"),
         ({}, {"sdk": None}, "no known release of the Neuron SDK is installed"),
-        ({}, {"instance": None}, "this machine is no Trainium instance"),
+        ({}, {"instance": None}, "this machine is not a Trainium instance"),
         ({}, {"distributed": None}, "neuronx-distributed 0.17, which calls NKI's kernel, is not installed"),
         ({}, {"distributed": Package("neuronx-distributed", "0.1", True)}, "0.1 is PyPI's empty placeholder"),
     ],
@@ -181,7 +181,7 @@ def test_other_devices_have_one_attention() -> None:
     for wanted in ("auto", "plain"):
         backend.choose_attention(wanted, SHAPE)
     assert not any("attention" in note.split(",")[0] for note in backend.notes())
-    with pytest.raises(ConfigError, match=r"flash is no kernel of cpu, which has torch's"):
+    with pytest.raises(ConfigError, match=r"flash is not a kernel of cpu, which has torch's"):
         backend.choose_attention("flash", SHAPE)
 
 

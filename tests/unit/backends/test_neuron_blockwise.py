@@ -147,7 +147,7 @@ def test_blocks_are_higher_where_experts_have_many_rows() -> None:
         ({"is_plain": False}, {}, "they do not support biases, clamped activations and adapters of experts"),
         ({"hidden_size": 2880}, {}, "the hidden size 2,880 is not a multiple of 512 up to 8,192"),
         ({"hidden_size": 8704}, {}, "the hidden size 8,704 is not a multiple of 512 up to 8,192"),
-        ({"width": 96}, {}, "experts are 96 wide on a rank, which is no multiple of 64"),
+        ({"width": 96}, {}, "experts are 96 wide on a rank, which is not a multiple of 64"),
         ({"num_tokens": 65536}, {}, "a rank has 65,536 tokens in a call, and they support 32,768 at most"),
     ],
 )

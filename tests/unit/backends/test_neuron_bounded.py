@@ -131,8 +131,8 @@ def test_the_kernels_are_taken_where_everything_fits() -> None:
 @pytest.mark.parametrize(
     ("shape", "how", "obstacle"),
     [
-        ({"seq_len": 4097}, {}, "train.seq_len=4097 is no multiple of 512 up to 131,072"),
-        ({"seq_len": 262144}, {}, "train.seq_len=262144 is no multiple of 512 up to 131,072"),
+        ({"seq_len": 4097}, {}, "train.seq_len=4097 is not a multiple of 512 up to 131,072"),
+        ({"seq_len": 262144}, {}, "train.seq_len=262144 is not a multiple of 512 up to 131,072"),
         ({"head_size": 160}, {}, "heads are 160 wide, and they take 128 at most"),
         ({"num_heads": 1024}, {}, "1024 query heads per rank, and they take 512 at most"),
         ({"params": "fp32"}, {}, "they multiply in bf16"),

@@ -45,7 +45,7 @@ def matrix(seed: int, shape: tuple[int, int], dtype: torch.dtype = torch.float32
 @settings(max_examples=25)
 @given(st.integers(0, 99), st.integers(1, 40), st.integers(1, 600), DTYPES)
 def test_a_matrix_is_restored_as_by_bitsandbytes(seed: int, blocks: int, rows: int, dtype: torch.dtype) -> None:
-    """Of rows that are no whole blocks, too."""
+    """Of rows that are not whole blocks, too."""
     columns = blocks * BLOCK // math.gcd(BLOCK, rows)
     if rows * columns > 60_000:
         rows = BLOCK

@@ -35,7 +35,7 @@ class Published:
         host_gib: Memory of the host.
         vcpus: Hardware threads of the host.
         chips: GPUs, or Trainium chips.
-        efa_devices: Network devices for collectives; 0 where machines train alone, or are no instance.
+        efa_devices: Network devices for collectives; 0 where machines train alone, or are not instances.
         price_usd_h: Price on demand; None: not in the source.
         kind: Chip whose constants of speed the machine has.
         target: The compiler's name of the chip; empty: a GPU.

@@ -80,7 +80,9 @@ def test_neighbours_on_a_ring_meet_in_one_of_two_perfect_matchings(size: int, pe
     assert len(matchings) == (1 if size == 2 else 2)
 
 
-@pytest.mark.parametrize(("size", "peer", "reason"), [(3, 1, "odd ring"), (4, 2, "no neighbours"), (4, 0, "no neigh")])
+@pytest.mark.parametrize(
+    ("size", "peer", "reason"), [(3, 1, "odd ring"), (4, 2, "not neighbours"), (4, 0, "not neigh")]
+)
 def test_who_is_no_neighbour_on_an_even_ring_is_in_no_pair(size: int, peer: int, reason: str) -> None:
     with pytest.raises(AssertionError, match=reason):
         Mesh(size, 0, pp_size=size).pp.pairs(peer)

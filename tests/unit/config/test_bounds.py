@@ -63,9 +63,9 @@ def test_every_integer_has_both_bounds(section: type[BaseModel]) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("train.steps=" + "9" * 26, "is no integer of 64 bits"),
-        ("train.steps=-" + "9" * 26, "is no integer of 64 bits"),
-        ("model.config.hidden_size=" + "9" * 26, "is no integer of 64 bits"),
+        ("train.steps=" + "9" * 26, "is not an integer of 64 bits"),
+        ("train.steps=-" + "9" * 26, "is not an integer of 64 bits"),
+        ("model.config.hidden_size=" + "9" * 26, "is not an integer of 64 bits"),
         ("train.steps=" + "9" * 5000, "not readable as TOML"),
         ("train.steps=0x" + "f" * 6000, "an integer of about 7,225 digits"),
         ("train.steps=" + "[" * 1000 + "]" * 1000, f"more than {MAX_DEPTH} deep"),

@@ -134,7 +134,7 @@ def test_all_mistakes_come_at_once_each_with_its_origin(tmp_path: Path) -> None:
     result = problems_of(path, "data.source=txt", "run.name=3", "optim.clip=-1", "train.seq_len=nan", "nonsense")
     reasons = {key: (problem.reason, problem.origin) for key, problem in result.items()}
     assert reasons == {
-        "": ("'nonsense' is no override", ""),
+        "": ("'nonsense' is not an override", ""),
         "optim.lr": ('"3e-4" is a string, but a number is needed', f"{path}:2"),
         "optim.betas": ("true is true or false, but a number is needed", f"{path}:3"),
         "optim.epsilon": ("unknown key", f"{path}:4"),

@@ -324,7 +324,7 @@ def test_an_object_that_changes_under_a_run_ends_it_with_its_address(
     monkeypatch.setattr("nxtrain.data.samples._HEADER_BYTES", 128)
     data = opened(tmp_path, corpora, bucket, name, shuffle=False)
     if workers:  # a worker opens the object itself, at its start
-        says = "does not exist" if change is gone else "is no Arrow file|another corpus"
+        says = "does not exist" if change is gone else "is not an Arrow file|another corpus"
     with pytest.raises(DataError, match=f"{bucket}/{name}.*({says})"):
         batches(data, 60, workers, opened=lambda: change(s3, f"c/{name}"))
 
@@ -338,7 +338,7 @@ def test_faults_of_ranges_change_no_row_of_a_worker_or_end_it_with_the_address(
     workers: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A worker is no rank's thread: its error comes to the rank, and no replacement hides the fault."""
+    """A worker is not a rank's thread: its error comes to the rank, and no replacement hides the fault."""
     theirs = listed(batches(opened(tmp_path / "2", corpora, f"{corpora}", "text.arrow"), 8))
     faults: list[Fault] = []
     with failing_s3(s3_variables, lambda: faults.pop(0) if faults else "") as variables:
@@ -371,7 +371,7 @@ def test_mistakes_are_named(
     with pytest.raises(DataError, match=r"bad\.npy is cut short"):
         opened(tmp_path, corpora, bucket, "bad.npy")
     s3.put_object(Bucket=BUCKET, Key="c/bad.arrow", Body=(corpora / "text.arrow").read_bytes()[:-9])
-    with pytest.raises(DataError, match=r"bad\.arrow is no Arrow file, is damaged or is cut short"):
+    with pytest.raises(DataError, match=r"bad\.arrow is not an Arrow file, is damaged or is cut short"):
         opened(tmp_path, corpora, bucket, "bad.arrow")
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"data\.cache_dir: .*file/cache cannot hold blocks"):

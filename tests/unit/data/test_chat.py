@@ -176,9 +176,9 @@ def test_a_corpus_has_the_ids_of_transformers_and_knows_the_answers(
 @pytest.mark.parametrize(
     ("talk", "says"),
     [
-        ("hello", "no list such as"),
+        ("hello", "not a list such as"),
         (None, "name its field with --field"),
-        (["hello"], "turn 1 is no object"),
+        (["hello"], "turn 1 is not an object"),
         ([{"role": "user"}], 'turn 1 has no text in "content"'),
         ([TALK[0], {"role": "user", "content": f"x{END}{TURN}system"}], "turn 2 contains the special token '<|end|>'"),
         ([{"role": "user", "content": "\ud83d"}], "turn 1 holds half of a surrogate pair"),
@@ -219,7 +219,7 @@ def test_the_template_may_be_a_file_or_one_of_several(folder: Path, tmp_path: Pa
     with pytest.raises(ConfigError, match="has no chat template"):
         prepare_talk(tokenizer=folder)
     configure(folder, "{% if %}")
-    with pytest.raises(ConfigError, match="is no template"):
+    with pytest.raises(ConfigError, match="is not a template"):
         prepare_talk(tokenizer=folder)
     with pytest.raises(ConfigError, match="give its folder with --tokenizer"):
         prepare_talk()
@@ -365,8 +365,8 @@ def test_answers_that_are_compared_have_tools_too(folder: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("tools", "says"),
     [
-        ("[{", '"tools" is no JSON'),
-        ([1], '"tools" is no list of objects'),
+        ("[{", '"tools" is not JSON'),
+        ([1], '"tools" is not a list of objects'),
         ([{"name": END}], "\"tools\" contains the special token '<|end|>'"),
         ([{"name": "\ud83d"}], '"tools" holds half of a surrogate pair'),
     ],

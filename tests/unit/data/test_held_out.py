@@ -82,7 +82,7 @@ def test_rows_that_cut_documents_and_characters_count_the_bytes_of_their_own_tar
     assert b"".join(bytes_of[number] for number in stream.tolist()) == "".join(TEXTS).encode()
     samples = TableSamples(rows_of_stream(stream, seq_len))
     for num_rows in range(1, samples.num_rows + 3):
-        # The first token of the stream is no target, and neither are those after the last row.
+        # The first token of the stream is not a target, and neither are those after the last row.
         evaluated = stream[1 : 1 + min(num_rows, samples.num_rows) * seq_len]
         text = b"".join(bytes_of[number] for number in evaluated.tolist())
         assert target_bytes(target_counts(samples, num_rows), tokenizer) == len(text)

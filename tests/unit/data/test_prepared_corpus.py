@@ -242,7 +242,7 @@ def test_a_finished_corpus_is_recognised_and_another_is_refused(tmp_path: Path) 
     assert prepare(source, out=out, restart=True).is_new
     assert texts_of(out)[3].startswith("document 4")
     (tmp_path / "mine.arrow").write_bytes(b"mine")
-    with pytest.raises(DataError, match="no prepared corpus"):
+    with pytest.raises(DataError, match="not a prepared corpus"):
         prepare(source, out=tmp_path / "mine.arrow")
     assert (tmp_path / "mine.arrow").read_bytes() == b"mine"
 

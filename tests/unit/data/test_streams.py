@@ -303,7 +303,7 @@ def test_damage_and_ids_outside_of_the_vocabulary_are_named(tmp_path: Path, toke
     content = (tmp_path / "text.arrow").read_bytes()
     (tmp_path / "text.arrow").write_bytes(content.replace(b"5: snow", b"5: sn\xffw"))
     damaged = Documents(PreparedCorpus(tmp_path / "text.arrow"), tokenizer, VOCABULARY)
-    with pytest.raises(DataError, match=r"text\.arrow, document 5 of 37, is damaged: its text is no UTF-8"):
+    with pytest.raises(DataError, match=r"text\.arrow, document 5 of 37, is damaged: its text is not UTF-8"):
         list(islice(damaged.lane(IN_ORDER, 0), len(TEXTS)))
     prepare(tmp_path / "src", out=tmp_path / "ids.arrow", tokenizer=tokenizer.path)
     small = Documents(PreparedCorpus(tmp_path / "ids.arrow"), None, 100)

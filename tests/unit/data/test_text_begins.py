@@ -139,7 +139,7 @@ def peer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def prepared(folder: Path, name: str, lines: Sequence[object], **options: Any) -> list[tuple[list[int], int]]:
-    """Ids of each document, and the number of its ids that are no targets."""
+    """Ids of each document, and the number of its ids that are not targets."""
     source = folder / f"{name}.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     prepare(source, out=folder / f"{name}.arrow", tokenizer=folder / "tokenizer", **options)

@@ -101,7 +101,7 @@ def test_what_is_no_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"tokenizer\.json cannot be read: No such file"):
         load_tokenizer(tmp_path, 300)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match=r"tokenizer\.json is no tokenizer\.json of Hugging Face"):
+    with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer\.json of Hugging Face"):
         load_tokenizer(tmp_path, 300)
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match="no token that ends a document"):

@@ -38,7 +38,7 @@ def test_step_takes_its_rows_of_the_file(tmp_path: Path, open_alone: OpenAlone, 
         (np.zeros(9, np.int32), r"of shape \(9,\); rows of integer ids"),
         (np.zeros((3, 10), np.int32), r"rows of 10 ids, but train\.seq_len=8 reads 9; set train\.seq_len=9"),
         (np.zeros((0, 9), np.int32), "has no rows"),
-        (np.array([[{}]]), r"no \.npy array of numbers"),
+        (np.array([[{}]]), r"not a \.npy array of numbers"),
     ],
 )
 def test_wrong_table_is_refused(tmp_path: Path, open_alone: OpenAlone, array: NDArray[Any], message: str) -> None:
@@ -76,7 +76,7 @@ def test_file_that_is_no_array_is_refused(tmp_path: Path, open_alone: OpenAlone)
     with pytest.raises(DataError, match=r"ids\.npy cannot be read: No such file"):
         open_alone(source="tokens", path=str(path))
     path.write_bytes(b"")
-    with pytest.raises(DataError, match=r"ids\.npy is no \.npy array"):
+    with pytest.raises(DataError, match=r"ids\.npy is not a \.npy array"):
         open_alone(source="tokens", path=str(path))
     np.save(path, np.zeros((100, 9), np.int64))
     path.write_bytes(path.read_bytes()[:-1])

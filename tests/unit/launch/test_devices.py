@@ -92,7 +92,7 @@ def test_a_machine_that_shows_a_gpu_starts_its_ranks_without_an_import_of_torch(
     without_devices: list[Program], tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "nvidiactl").touch()
-    assert not device_support("cuda", {}).ok, "the driver's control file is no GPU"
+    assert not device_support("cuda", {}).ok, "the driver's control file is not a GPU"
     (tmp_path / name).touch()
     assert device_support("cuda", {}).ok
     assert not without_devices

@@ -75,7 +75,10 @@ def test_several_nodes_are_no_problem_of_a_dry_run() -> None:
 @pytest.mark.parametrize(
     ("cluster", "problem"),
     [
-        (["instance=trn2.48xlrge"], r"cluster\.instance \(override\): trn2.48xlrge is no .*\n.*mean trn2\.48xlarge\?"),
+        (
+            ["instance=trn2.48xlrge"],
+            r"cluster\.instance \(override\): trn2.48xlrge is not a .*\n.*mean trn2\.48xlarge\?",
+        ),
         (["instance=trn1.2xlarge"], r"4 ranks per machine, but trn1\.2xlarge has 2 cores\n.*cluster\.nodes=2"),
         (["instance=trn1.2xlarge", "nodes=2"], r"2 machines, but trn1\.2xlarge has no EFA device"),
         (["instance=trn1.32xlarge", "nodes=3"], r"4 ranks, .* do not divide over 3 nodes"),

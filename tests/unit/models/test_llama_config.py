@@ -74,7 +74,7 @@ def test_every_preset_says_where_it_was_published_and_runs_alone() -> None:
 
 
 def test_an_unknown_preset_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'llama4' is no preset of llama(?s:.*)known: tiny, llama2-7b"):
+    with pytest.raises(ConfigError, match=r"'llama4' is not a preset of llama(?s:.*)known: tiny, llama2-7b"):
         FAMILY.preset("llama4")
 
 

@@ -141,7 +141,7 @@ def test_both_ranks_of_a_pair_see_the_same_transfers(case: Case) -> None:
 
 @given(cases)
 def test_what_is_joined_at_one_end_is_joined_at_the_other(case: Case) -> None:
-    """And nothing is lost, moved or joined that is no send beside a receive of the same two ranks."""
+    """And nothing is lost, moved or joined that is not a send beside a receive of the same two ranks."""
     shape, kind = case
     p, _, _ = shape
     actions = kind(*shape)

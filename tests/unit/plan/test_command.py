@@ -139,7 +139,7 @@ def test_missing_prices_give_no_cost_and_the_reason() -> None:
         ((SEVEN, "--instance", "trn1.32xlrge"), "did you mean trn1.32xl"),
         ((SEVEN, "parallel.tp=3", "parallel.dp=0"), "does not divide"),
         ((SEVEN, "--model", "bloom-176b", "parallel.tp=32", "parallel.dp=0"), "use 1, 2, 4, 7, 8, 14, 16, 28, 56, 112"),
-        ((SEVEN, "--instance", "x" * 999), "... (1,001 characters) is no instance"),
+        ((SEVEN, "--instance", "x" * 999), "... (1,001 characters) is not an instance"),
         ((SEVEN, "--nodes", "4"), "tp=8 x pp=1 x dp=512 = 4096 ranks, but the world has 128"),
         ((SEVENTY, "parallel.pp=96", "parallel.dp=0"), "96"),
         ((SEVEN, "--dataset", "slimpyjama"), "did you mean slimpajama"),
@@ -326,7 +326,7 @@ def test_presets_of_every_family_can_be_planned() -> None:
 
 
 def refuse(constant: str) -> Any:
-    raise AssertionError(f"{constant} is no JSON")
+    raise AssertionError(f"{constant} is not JSON")
 
 
 MACHINE = """[box]
@@ -370,7 +370,7 @@ def test_extreme_values_give_numbers_that_any_reader_of_json_knows(
 
 
 def test_a_message_names_the_option_or_the_key_that_gave_the_machine() -> None:
-    with pytest.raises(ConfigError, match=r"--instance: 'p6' is no instance"):
+    with pytest.raises(ConfigError, match=r"--instance: 'p6' is not an instance"):
         answer(SEVEN, "--instance", "p6")
-    with pytest.raises(ConfigError, match=r"cluster\.instance: 'p6' is no instance"):
+    with pytest.raises(ConfigError, match=r"cluster\.instance: 'p6' is not an instance"):
         answer(SEVEN, "cluster.instance=p6")

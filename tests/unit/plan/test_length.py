@@ -66,7 +66,7 @@ def test_epochs_of_a_token_file_are_planned_as_their_steps(tmp_path: Path, seed:
         (("data.source=tokens", "data.path=absent.npy"), "absent.npy cannot be read: No such file"),
         (("data.source=tokens", "data.path=s3://bucket/rows.npy"), "s3://bucket/rows.npy is in object storage"),
         (("data.source=tokens", "data.path=narrow.npy"), "has rows of 9 ids, but train.seq_len="),
-        (("data.source=tokens", "data.path=text.npy"), "text.npy is no .npy array"),
+        (("data.source=tokens", "data.path=text.npy"), "text.npy is not a .npy array"),
         (("data.source=text", "data.path=docs"), "no start has prepared the text in runs/tiny_cpu/data"),
         (("data.source=stdlib",), "no start has prepared the text in runs/tiny_cpu/data"),
     ],

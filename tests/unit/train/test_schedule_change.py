@@ -73,7 +73,7 @@ def test_a_longer_constant_run_is_not_told() -> None:
 
 
 def test_pieces_of_other_numbers_are_named_where_they_change() -> None:
-    """They are no drift, and the line of settings has both values."""
+    """They are not drift, and the line of settings has both values."""
     plan = planned(40, beta2_pieces=[{"steps": 9, "to": 0.99}], weight_decay_schedule="corrected")
     there = saved(3, planned(40))
     line = changes(there, meta_at(0, plan, INPUTS))

@@ -80,7 +80,7 @@ FILLED: dict[str, Any] = {
 
 
 def test_all_that_a_run_needs_to_go_on_comes_back(tmp_path: Path) -> None:
-    """Its position in packed documents is no number of samples; without it, the data would begin anew."""
+    """Its position in packed documents is not a number of samples; without it, the data would begin anew."""
     of_tensors = {"manifest_crc32", "mesh", "kinds", "format", "family", "config", "dtype", "state_dtype", "step"}
     of_adapters = {"adapter", "base", "base_fingerprint"}
     assert FILLED.keys() == Meta.model_fields.keys() - of_tensors - of_adapters, "a new field needs its value here"

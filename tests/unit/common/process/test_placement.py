@@ -51,7 +51,7 @@ def test_one_agent_numbers_the_starts_of_all_ranks(agents: str, alone: bool) -> 
 
 
 def test_a_variable_that_is_no_number_is_named() -> None:
-    with pytest.raises(BackendError, match=r"WORLD_SIZE=four is no number.*unset it"):
+    with pytest.raises(BackendError, match=r"WORLD_SIZE=four is not a number.*unset it"):
         Placement.read({"WORLD_SIZE": "four"})
 
 

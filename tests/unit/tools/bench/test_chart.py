@@ -26,7 +26,7 @@ def test_a_bar_is_as_long_as_its_value_and_names_are_escaped(tmp_path: Path) -> 
 def test_a_chart_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
     check_chart(None)
     check_chart(tmp_path / "a.svg")
-    with pytest.raises(ConfigError, match=r"a\.png is no SVG"):
+    with pytest.raises(ConfigError, match=r"a\.png is not an SVG"):
         check_chart(tmp_path / "a.png")
     with pytest.raises(ConfigError, match="there is no folder"):
         check_chart(tmp_path / "none" / "a.svg")

@@ -92,10 +92,10 @@ def test_a_configuration_file_stands_for_its_cache_dir(root: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        (["ls", "absent"], 2, "absent is no folder"),
+        (["ls", "absent"], 2, "absent is not a folder"),
         (["ls"], 2, "compile_cache"),
         (["verify", "s3://bucket/prefix"], 2, "is a bucket; this command works on a folder"),
-        (["sync", "absent", "other"], 2, "absent is no folder"),
+        (["sync", "absent", "other"], 2, "absent is not a folder"),
         (["ls", "absent.toml"], 2, "cannot read absent.toml"),
     ],
 )
@@ -146,7 +146,7 @@ def test_a_folder_of_other_files_is_refused_and_nothing_is_left_in_it(
     before = files(folder)
     code, _, err = run(*(word.format(folder, other=root) for word in command))
     assert code == 2
-    assert f"{folder} is no cache of compiled graphs: it holds " in err
+    assert f"{folder} is not a cache of compiled graphs: it holds " in err
     assert files(folder) == before
 
 

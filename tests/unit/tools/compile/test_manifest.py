@@ -97,11 +97,11 @@ def test_a_manifest_from_before_there_were_stages_is_one_of_all(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda record: record.update(stages=["x"]), "no manifest of compiled graphs"),
-        (lambda record: record.pop("graphs"), "no manifest of compiled graphs"),
-        (lambda record: record["build"].pop("flags"), "no manifest of compiled graphs"),
+        (lambda record: record.update(stages=["x"]), "not a manifest of graphs"),
+        (lambda record: record.pop("graphs"), "not a manifest of graphs"),
+        (lambda record: record["build"].pop("flags"), "not a manifest of graphs"),
         (lambda record: record.update(version=2), "version 2, not 1"),
-        (lambda record: record["graphs"][0].update(module="../x"), "'../x' is no key of a graph"),
+        (lambda record: record["graphs"][0].update(module="../x"), "'../x' is not a key of a graph"),
     ],
 )
 def test_what_is_no_manifest_is_refused(tmp_path: Path, change: object, words: str) -> None:

@@ -185,7 +185,7 @@ def test_a_list_of_files_that_leads_elsewhere_or_lacks_some_is_not_believed(
     s3.put_object(Bucket=BUCKET, Key=f"{PREFIX}/entries/{key(1)}.json", Body=body)
     s3.put_object(Bucket=BUCKET, Key=f"{PREFIX}/entries/neuronxcc-2/../../MODULE_1.json", Body=body)
     report = sync(bucket_at(f"s3://{BUCKET}/{PREFIX}/"), Cache(tmp_path / "other"))
-    assert "is no list of files" in report.unusable[key(1)]
+    assert "is not a list of files" in report.unusable[key(1)]
     assert len(report.unusable) == 1
 
 
@@ -201,7 +201,7 @@ def test_places_that_cannot_be_are_refused(node: Cache, tmp_path: Path) -> None:
         sync(open_location("s3://a"), open_location("s3://b"))
     with pytest.raises(ConfigError, match="are the same folder"):
         sync(node, open_location(f"{node.root}/../node"))
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         sync(Cache(tmp_path / "absent"), node)
     with pytest.raises(ConfigError, match="names no bucket"):
         open_location("s3://")

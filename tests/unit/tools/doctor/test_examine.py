@@ -118,7 +118,7 @@ SICKNESSES: dict[str, tuple[Callable[[Machine], object], str, str]] = {
         "device 3: 1 uncorr",
     ),
     "moved": (lambda m: m.file(f"{SYSFS}/hw/mem_ecc_uncorrected", "4\n"), "ecc", "device 3: 4 uncorrected"),
-    "pair": (lambda m: m.file("/sys/module/neuron/version", "2.25.4.0\n"), "driver", "2.25.4.0 beside runtime 2.30"),
+    "pair": (lambda m: m.file("/sys/module/neuron/version", "2.25.4.0\n"), "driver", "2.25.4.0 with runtime 2.30"),
     "no driver": (lambda m: (m.root / "sys/module/neuron/version").unlink(), "driver", "not loaded"),
     "efa": (lambda m: m.program("fi_info", sick_machine.fi_info(7)), "efa", "7 of 8 EFA devices"),
     "no efa": (lambda m: m.program("fi_info", "fi_getinfo: -61 (No data available)", 61), "efa", "No data available"),
@@ -320,8 +320,8 @@ def test_a_rank_that_is_none_of_the_machines_is_refused() -> None:
 
 def test_a_run_folder_that_is_a_file_is_a_fault(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
-    assert "is no folder" in check_disk(tmp_path / "run").what
-    assert "is no folder" in check_disk(tmp_path / "run/below").what
+    assert "is not a folder" in check_disk(tmp_path / "run").what
+    assert "is not a folder" in check_disk(tmp_path / "run/below").what
     assert check_disk(tmp_path / "other").ok
 
 
@@ -383,7 +383,7 @@ def test_a_gpu_too_old_for_a_recipe_of_float8_is_a_fault(gpu: str, recipe: str, 
 def test_a_run_without_the_devices_of_its_backend_is_a_fault_on_any_machine(
     tmp_path: Path, backend: str, tool: str
 ) -> None:
-    """A machine that is no known instance type, such as a laptop, may lack the devices, too."""
+    """A machine that is not a known instance type, such as a laptop, may lack the devices, too."""
     laptop = Machine(tmp_path / "laptop")
     findings = faults(check(laptop, f"backend.name={backend}", config="configs/tiny_cpu.toml"))
     assert ("devices" in findings) == bool(tool)

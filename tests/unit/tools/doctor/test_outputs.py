@@ -154,7 +154,7 @@ def test_what_is_read_of_a_cut_answer_holds_the_whole_lines_and_no_device_beyond
         assert lines <= whole
         is_name_cut = parse is parse_fi_info  # of the last device
         assert len(result) <= len(whole) + is_name_cut
-    if recorded.startswith(("[", "{")):  # JSON that is cut is no JSON
+    if recorded.startswith(("[", "{")):  # JSON that is cut is not JSON
         assert not any(read(parse, recorded[:length]) for length in range(len(recorded.rstrip())))
 
 

@@ -183,8 +183,8 @@ def unknown_machine(folder: Path) -> None:
     ("make", "said"),
     [
         (empty, "the folder is empty"),
-        (foreign, "this is no run folder of nxtrain"),
-        (foreign_lines, "5 lines of metrics.jsonl are no records of nxtrain"),
+        (foreign, "this is not a run folder of nxtrain"),
+        (foreign_lines, "5 lines of metrics.jsonl are not records of nxtrain"),
         (rubbish, "metrics.jsonl is damaged: it holds no record"),
         (brackets, "metrics.jsonl is damaged: it holds no record"),
         (still_written, "the last line of metrics.jsonl has no end"),
@@ -213,7 +213,7 @@ def test_a_folder_that_is_no_run_gets_no_report_by_mistake(tmp_path: Path) -> No
     write_run(tmp_path / "runs" / "one")
     theirs = tmp_path / "runs" / "report.html"
     theirs.write_text("theirs", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"runs is no run folder of nxtrain; name a run inside, such as .*runs/one"):
+    with pytest.raises(ConfigError, match=r"runs is not a run folder of nxtrain; name a run inside, .*runs/one"):
         report([tmp_path / "runs"])
     assert theirs.read_text(encoding="utf-8") == "theirs"
     foreign(tmp_path / "other")

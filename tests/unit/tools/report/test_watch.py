@@ -201,7 +201,7 @@ def test_runs_are_followed_until_all_have_ended(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_missing_folder_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no folder; name the folder of a run"):
+    with pytest.raises(ConfigError, match="is not a folder; name the folder of a run"):
         watch([tmp_path / "missing"])
 
 

@@ -102,7 +102,7 @@ def test_a_group_that_is_no_axis_is_refused(groups: tuple[tuple[int, ...], ...])
     graph = HloGraph((replace(ENTER, groups=groups),), has_f64=False)
     (line,) = report(recording(*run(0, "s"), s=graph))["problems"]
     assert "steady: 1 x all-gather over" in line
-    assert line.endswith("no axis of this mesh; its axes: tp of 2, dp of 4")
+    assert line.endswith("not an axis of this mesh; its axes: tp of 2, dp of 4")
 
 
 def test_an_exchange_inside_the_groups_of_an_axis_is_sound() -> None:
