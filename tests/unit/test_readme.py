@@ -11,6 +11,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -170,9 +171,15 @@ def _check_synopsis(line: str, is_table: bool = True) -> None:
     assert {word.strip("[]") for word in words if word.strip("[]").startswith("--")} <= options, line
 
 
+@cache
+def application() -> Any:
+    """The command `nxtrain` with all its subcommands, whose making takes as long as a test."""
+    return typer.main.get_command(cli.app)
+
+
 def _command(words: Sequence[str]) -> tuple[Any, list[str]]:
     """The command that some words call, and the words that it gets."""
-    command: Any = typer.main.get_command(cli.app)
+    command = application()
     rest = list(words)
     while rest and hasattr(command, "commands"):  # typer may bring a click of its own, so types tell nothing
         assert rest[0] in command.commands, f"no command {rest[0]}"
