@@ -15,7 +15,7 @@ from pathlib import Path
 
 from nxtrain.checkpoint import directory
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
-from nxtrain.common.errors import CheckpointError, NxtrainError
+from nxtrain.common.errors import CheckpointError, ConfigError, NxtrainError
 from nxtrain.common.hf_files import COMPANIONS
 from nxtrain.common.io.checksummed_file import FileDigest
 from nxtrain.common.io.object_store import Location, ObjectStore, content_of, location_of, open_store
@@ -42,11 +42,17 @@ class Mirror:
         """Location of a step's checkpoint in the mirror."""
         return self.store.root / _folder(step)
 
-    def check(self) -> None:
-        """Check that files can be written to the mirror and deleted from it."""
+    def check(self, folder: Path) -> None:
+        """Check that files can be written to the mirror and deleted from it, and that it is not the mirrored folder."""
         name = f".nxtrain-{uuid.uuid4().hex[:8]}/check"
         self.store.put(name, b"nxtrain")
+        is_same = (folder / name).exists()  # paths may differ by a link or a mount
         self.store.delete([name])
+        if is_same:
+            raise ConfigError(
+                f"{self} and {folder} are the same folder, in which an upload would delete the checkpoint itself; "
+                "use another checkpoint.mirror"
+            )
 
     def steps(self) -> list[int]:
         """List the steps of the mirror's complete checkpoints, oldest first."""
@@ -197,7 +203,7 @@ def open_mirrored(address: str, folder: Path, ranks: Ranks, local_rank: int) -> 
     def reach() -> None:
         opened.append(Mirror(open_store(address)))
         if local_rank == 0:
-            opened[0].check()
+            opened[0].check(folder)
 
     ranks.on_all(reach, f"cannot use checkpoint.mirror={address}")
     return Mirrored(opened[0], _find_scope(folder, ranks, local_rank))

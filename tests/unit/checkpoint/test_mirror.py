@@ -388,6 +388,10 @@ def test_what_cannot_be_a_mirror_is_told_before_the_first_step(s3: Any, tmp_path
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"cannot use checkpoint.mirror=.*/file: rank 0: .*Not a directory"):
         reach(str(tmp_path / "file"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"/link and .*/run are the same folder, .* another checkpoint.mirror"):
+        reach(str(tmp_path / "link"))
     reach(f"s3://{BUCKET}/x")
     assert "Contents" not in s3.list_objects_v2(Bucket=BUCKET)
     assert list((tmp_path / "run").iterdir()) == []
