@@ -62,6 +62,11 @@ class Mirror:
         """List the locations of the mirror's quarantined checkpoints."""
         return [str(self.folder(step)) for step, names in sorted(self._files().items()) if _CORRUPT in names]
 
+    def unusable(self, after: int) -> list[str]:
+        """List the names of incomplete and quarantined checkpoints of the mirror after a step."""
+        files = sorted(self._files().items())
+        return [_folder(step) for step, names in files if step > after and not names & {directory.META, _ABANDONED}]
+
     def remnants(self) -> list[str]:
         """List the locations of incomplete checkpoints that show a loss; a single one may be an interrupted upload."""
         marks = {directory.META, _CORRUPT, _ABANDONED}
@@ -154,10 +159,13 @@ def locate_checkpoint(address: str | Path) -> Location:
 
 def choice_of(address: str | Path, checkpoint: Location) -> str:
     """Warning if `locate_checkpoint` skipped newer checkpoints that are incomplete or damaged; else empty."""
-    asked = location_of(str(address))
-    if not isinstance(checkpoint, Path) or is_same(asked, checkpoint):
+    if is_same(location_of(str(address)), checkpoint) or _FOLDER.fullmatch(checkpoint.name) is None:
         return ""
-    newer = directory.newer_unusable(checkpoint)
+    if isinstance(checkpoint, Path):
+        folder = checkpoint.parent
+        newer = [name for name in directory.newer_unusable(checkpoint) if not (folder / name / _ABANDONED).exists()]
+    else:
+        newer = Mirror(open_store(checkpoint.rpartition("/")[0])).unusable(after=directory.step_of(checkpoint))
     if not newer:
         return ""
     return f"WARNING: {checkpoint.name} is not the newest: {', '.join(newer)} is incomplete or damaged"
@@ -209,16 +217,13 @@ def open_mirrored(address: str, folder: Path, ranks: Ranks, local_rank: int) -> 
     return Mirrored(opened[0], _find_scope(folder, ranks, local_rank))
 
 
-def copy(
-    mirror: Mirror, path: Path, written: Mapping[str, FileDigest], retention: directory.Retention, ranks: Ranks
-) -> str:
+def copy(mirror: Mirror, path: Path, written: Mapping[str, FileDigest], ranks: Ranks) -> str:
     """Upload a checkpoint to the mirror, each rank its own files. Every rank calls this.
 
     Args:
         mirror: Mirror of the run.
         path: Checkpoint.
         written: Checksums of the files that this rank wrote, by name.
-        retention: Retention rule of the mirror.
         ranks: All ranks of the run.
 
     Returns:
@@ -230,14 +235,22 @@ def copy(
         for name, stored in written.items():
             mirror.add(step, path / name, stored)
 
-    def finish() -> None:
-        mirror.finish(step, path)
-        mirror.prune(retention)
-
     try:
         ranks.on_leader(lambda: mirror.begin(step), failure)
         ranks.on_all(add, failure)
-        ranks.on_leader(finish, failure)
+        ranks.on_leader(lambda: mirror.finish(step, path), failure)
+    except NxtrainError as error:
+        return str(error)
+    return ""
+
+
+def prune(mirror: Mirror, retention: directory.Retention, ranks: Ranks) -> str:
+    """Delete the mirror's checkpoints that retention does not keep, and return the reason of a failure, if any.
+
+    Every rank calls this.
+    """
+    try:
+        ranks.on_leader(lambda: mirror.prune(retention), f"cannot delete in {mirror}")
     except NxtrainError as error:
         return str(error)
     return ""

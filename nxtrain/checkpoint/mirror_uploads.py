@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from nxtrain.checkpoint.directory import Retention, step_of
-from nxtrain.checkpoint.mirror import Mirror, copy
+from nxtrain.checkpoint.mirror import Mirror, copy, prune
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.io.checksummed_file import FileDigest, transferred
 from nxtrain.common.process.background import BackgroundTask
@@ -42,10 +42,16 @@ class UploadDeadline:
 
 @dataclass(frozen=True)
 class UploadOutcome:
-    """Result of the upload of one checkpoint; `problem` is empty on success."""
+    """Result of the upload of one checkpoint.
+
+    Args:
+        problem: Reason why the mirror lacks the checkpoint; empty on success.
+        untidy: Failure of the retention after a successful upload; empty on success.
+    """
 
     step: int
     problem: str = ""
+    untidy: str = ""
 
 
 class MirrorUploader:
@@ -55,10 +61,10 @@ class MirrorUploader:
         self._mirror, self._retention = mirror, retention
         self._ranks = ranks
         # One thread appends and another pops, each in one atomic operation of the interpreter.
-        self._started: deque[tuple[int, BackgroundTask[str]]] = deque()
+        self._started: deque[tuple[int, BackgroundTask[UploadOutcome]]] = deque()
         self._ended: deque[UploadOutcome] = deque()
-        self._last: BackgroundTask[str] | None = None
-        self._waiting: tuple[int, BackgroundTask[str]] | None = None
+        self._last: BackgroundTask[UploadOutcome] | None = None
+        self._waiting: tuple[int, BackgroundTask[UploadOutcome]] | None = None
 
     @property
     def underway(self) -> list[int]:
@@ -83,8 +89,8 @@ class MirrorUploader:
     def poll(self) -> list[UploadOutcome]:
         """Return the results of uploads that ended since the last call, without waiting."""
         while self._started and self._started[0][1].done:
-            step, task = self._started.popleft()
-            self._ended.append(UploadOutcome(step, task.result()))
+            _, task = self._started.popleft()
+            self._ended.append(task.result())
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def drain(
@@ -134,13 +140,19 @@ class MirrorUploader:
             self._waiting = None
             self._last.start()
 
-    def _upload(self, path: Path, written: Mapping[str, FileDigest], before: BackgroundTask[str] | None) -> str:
+    def _upload(
+        self, path: Path, written: Mapping[str, FileDigest], before: BackgroundTask[UploadOutcome] | None
+    ) -> UploadOutcome:
         if before is not None:
             before.join()
+        untidy = ""
         try:
-            return copy(self._mirror, path, written, self._retention, self._ranks)
+            problem = copy(self._mirror, path, written, self._ranks)
+            if not problem:
+                untidy = prune(self._mirror, self._retention, self._ranks)
         except Exception as error:  # no failure of an upload ends training
-            return repr(error)
+            problem = repr(error)
+        return UploadOutcome(step_of(path), problem, untidy)
 
 
 def are_underway() -> bool:

@@ -191,6 +191,9 @@ class Checkpoints(RunObserver):
             elif outcome.problem:
                 line = f"WARNING: the mirror lacks the checkpoint of step {outcome.step}: {outcome.problem}"
                 self._print_line(f"{line}; it is in {self._plan.config.run.dir}, and that is enough to go on")
+            elif outcome.untidy:
+                line = f"WARNING: the mirror has the checkpoint of step {outcome.step}, but older ones stay"
+                self._print_line(f"{line}: {outcome.untidy}")
         while saves and self._outcomes:
             self._report_save(self._outcomes.pop(0))
 

@@ -124,3 +124,27 @@ def test_a_mirror_hides_no_hang(tmp_path: Path) -> None:
         code=HangError.exit_code,
     )
     assert "(checkpoint)" in output
+
+
+def _delete_no_step() -> None:
+    delete = vars(object_store)["FolderStore"].delete
+
+    def kept(store: object, names: list[str]) -> None:
+        if names[0].startswith("step-"):
+            raise PermissionError(13, "Permission denied", names[0])
+        delete(store, names)
+
+    vars(object_store)["FolderStore"].delete = kept
+
+
+def test_a_mirror_whose_old_checkpoints_stay_lacks_no_new_one(tmp_path: Path) -> None:
+    write_config(tmp_path, every=4)
+    overrides = (f"checkpoint.mirror={tmp_path}/mirror", "checkpoint.keep=1", "checkpoint.async=false")
+    assert begin(tmp_path, 8, *overrides)[0] == 0
+    words = ("train", tmp_path / "config.toml", "train.steps=12", "optim.decay_steps=8", *overrides)
+    code, output = command(tmp_path, *words, first=_delete_no_step)
+    assert code == 0, output
+    assert "lacks" not in output
+    flat = " ".join(output.split())
+    assert "WARNING: the mirror has the checkpoint of step 12, but older ones stay: cannot delete in" in flat
+    assert (tmp_path / "mirror/step-00000012/meta.json").is_file()

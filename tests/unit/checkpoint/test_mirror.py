@@ -17,8 +17,8 @@ from nxtrain.checkpoint import directory, rewinds
 from nxtrain.checkpoint.async_writer import CheckpointWriter, Destination, SaveOutcome
 from nxtrain.checkpoint.directory import Retention
 from nxtrain.checkpoint.load import load
-from nxtrain.checkpoint.mirror import Mirror, locate_checkpoint, open_mirrored
-from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline
+from nxtrain.checkpoint.mirror import Mirror, choice_of, locate_checkpoint, open_mirrored
+from nxtrain.checkpoint.mirror_uploads import MirrorUploader, UploadDeadline, UploadOutcome
 from nxtrain.checkpoint.rewinds import Rewind, RunHistory
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.errors import BackendError, CheckpointError, ConfigError, DamagedError
@@ -158,6 +158,22 @@ def test_the_mirror_keeps_by_the_same_rules(
     assert {name.partition("/")[0] for name in open_store(address).sizes()} == {f"step-{step:08d}" for step in stay}
 
 
+def test_a_copy_counts_although_older_ones_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = MirroredRun(tmp_path / "run", FolderStore(tmp_path / "mirror"), keep=1)
+    run.save(1, 2)
+
+    def refused(names: object) -> None:
+        raise PermissionError(13, "Permission denied", "step-00000001")
+
+    monkeypatch.setattr(run.mirror.store, "delete", refused)
+    run.saver.save(lambda: {"model": {"a.weight": torch.ones(SHAPE)}}, meta(3))
+    run.saver.drain(UploadDeadline(60.0))
+    (outcome,) = [outcome for outcome in run.saver.poll() if isinstance(outcome, UploadOutcome)]
+    assert (outcome.step, outcome.problem) == (3, "")
+    assert outcome.untidy == f"cannot delete in {tmp_path}/mirror: step-00000001: Permission denied"
+    assert run.mirror.steps() == [1, 2, 3]
+
+
 def test_what_is_saved_again_replaces_its_copy_with_all_its_files(address: str, tmp_path: Path) -> None:
     store = open_store(address)
     MirroredRun(tmp_path / "run", store).save(1)
@@ -208,6 +224,20 @@ def test_a_copy_that_was_put_aside_is_taken_no_more_and_stays(address: str, tmp_
     run.save(3)
     assert (run.mirror.steps(), run.mirror.quarantined()) == ([1, 3], [aside])
     assert f"step-00000002/{FILE}" in open_store(address).sizes()
+
+
+def test_only_a_newer_copy_that_was_lost_is_warned_of(address: str, tmp_path: Path) -> None:
+    run = MirroredRun(tmp_path / "run", open_store(address), keep=9)
+    run.save(1, 2, 3, 4)
+    run.mirror.abandon(3)
+    assert choice_of(address, locate_checkpoint(address)) == ""
+    run.mirror.quarantine(3)
+    open_store(address).delete(["step-00000002/meta.json"])
+    chosen = locate_checkpoint(address)
+    assert chosen == run.mirror.folder(1)
+    lost = "step-00000002, step-00000003 is incomplete or damaged"
+    assert choice_of(address, chosen) == f"WARNING: step-00000001 is not the newest: {lost}"
+    assert choice_of(str(chosen), chosen) == ""
 
 
 def test_what_a_run_went_back_from_is_neither_taken_nor_damaged_and_stays(address: str, tmp_path: Path) -> None:
