@@ -9,15 +9,17 @@ import errno
 import io
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from nxtrain.common.errors import BackendError, ConfigError, DamagedError, StorageError
 from nxtrain.common.io.checksummed_file import ChecksummedReader, FileDigest, transferred
 from nxtrain.common.io.paths import listing, scheme_of
+
+T = TypeVar("T")
 
 _SERVICES = {
     "s3": "nxtrain.common.io.s3:S3",
@@ -28,6 +30,9 @@ _SERVICES = {
 
 PIECE_BYTES = 1 << 16
 """Bytes of a response received at once. Progress of a slow transfer is counted after each piece."""
+
+_ATTEMPTS = 3
+"""Number of attempts of a request that reads, since vendor clients do not retry a response that breaks off."""
 
 Cause = Literal["absent", "replaced", "passing", "refused"]
 """Reason of a failed storage request.
@@ -88,8 +93,12 @@ class BucketPath(str):
 
     def read_bytes(self) -> bytes:
         """Read the whole content of the object."""
-        with self.service.explained(self, reads_object=True):
-            return self.service.read(self.key)
+
+        def request() -> bytes:
+            with self.service.explained(self, reads_object=True):
+                return self.service.read(self.key)
+
+        return repeated(request)
 
     def is_file(self) -> bool:
         """True if the object exists."""
@@ -240,6 +249,14 @@ class VerifiedStream(io.RawIOBase):
             self._rest = self._rest[len(taken) :]
         self._position += len(content)
         return bytes(content)
+
+
+def repeated(request: Callable[[], T]) -> T:
+    """Make a request that reads, and repeat it after a failure that may pass."""
+    for _ in range(_ATTEMPTS - 1):
+        with suppress(StorageError):
+            return request()
+    return request()
 
 
 def receive(pieces: Iterable[bytes], view: memoryview) -> int:

@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from nxtrain.common.errors import DamagedError, StorageError
+from nxtrain.common.errors import DamagedError
 from nxtrain.common.io.atomic import replacing, write_durably
-from nxtrain.common.io.bucket import BucketPath, VerifiedStream
+from nxtrain.common.io.bucket import BucketPath, VerifiedStream, repeated
 from nxtrain.common.io.checksummed_file import (
     ByteSource,
     ChecksummedReader,
@@ -25,10 +25,6 @@ from nxtrain.common.io.checksummed_file import (
 )
 from nxtrain.common.io.paths import is_bucket, storage_path
 from nxtrain.common.io.regular import read_bytes, require_regular
-
-_ATTEMPTS = 3
-"""Number of attempts to read a range, since vendor clients do not retry a response that breaks off."""
-
 
 Location = Path | BucketPath
 """Path on a disk or address in object storage, of a file or a folder."""
@@ -71,16 +67,15 @@ class BucketSource:
         if start >= stop:
             return 0
         service = self.name.service
-        for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                with service.explained(self.name, reads_object=True):
-                    return service.read_range(self.name.key, self.tag, view[: stop - start], start)
-            except FileNotFoundError as error:
-                raise DamagedError(self.name, "it is absent") from error
-            except StorageError:
-                if attempt == _ATTEMPTS:
-                    raise
-        raise AssertionError("the last attempt returns or raises")
+
+        def request() -> int:
+            with service.explained(self.name, reads_object=True):
+                return service.read_range(self.name.key, self.tag, view[: stop - start], start)
+
+        try:
+            return repeated(request)
+        except FileNotFoundError as error:
+            raise DamagedError(self.name, "it is absent") from error
 
     def close(self) -> None:
         """Close the connection."""

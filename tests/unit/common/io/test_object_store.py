@@ -6,10 +6,13 @@ import os
 import pickle
 import re
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+from botocore.exceptions import IncompleteReadError
 
-from nxtrain.common.errors import BackendError, ConfigError, DamagedError
+from nxtrain.common.errors import BackendError, ConfigError, DamagedError, StorageError
 from nxtrain.common.io import azure_blob, checksummed_file
 from nxtrain.common.io import gcs as gcs_client
 from nxtrain.common.io import s3 as s3_client
@@ -112,6 +115,18 @@ def test_a_large_file_goes_up_in_parts_that_the_service_verifies(
     view = memoryview(bytearray(size))
     assert BucketSource(bucket / "large").read(view[: size // 2], size // 3) == min(size // 2, size - size // 3)
     assert bytes(view[: size // 2]) == content[size // 3 : size // 3 + size // 2]
+
+
+def test_a_small_object_whose_answer_breaks_off_is_requested_again(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = IncompleteReadError(actual_bytes=3, expected_bytes=7)
+    name = BucketPath(f"s3://{BUCKET}/small")
+    read = mock.Mock(side_effect=[broken, broken, b"content"])
+    monkeypatch.setattr(name.service, "read", read)
+    assert name.read_bytes() == b"content"
+    read.side_effect = [broken] * 9
+    with pytest.raises(StorageError, match=r"s3://mirror/small: 3 read, but total bytes expected is 7"):
+        name.read_bytes()
+    assert read.call_count == 3 + 3
 
 
 def test_a_replaced_object_is_damage_and_not_a_mixture_of_versions(bucket: BucketPath) -> None:
