@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 import sys
 import time
 from contextlib import suppress
@@ -90,6 +91,8 @@ def main() -> None:
     with pipe_safe_streams():
         try:
             app()
+        except KeyboardInterrupt:  # typer handles one in a command, but not one while it builds the commands
+            _end(128 + signal.SIGINT)
         except Exception as error:
             reason = explained(error)
             if reason is not None:

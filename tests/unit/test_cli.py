@@ -182,6 +182,8 @@ def test_a_long_message_stays_on_one_line() -> None:
 def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nxtrain.config.check.resolve_config", mock.Mock(side_effect=KeyboardInterrupt))
     assert in_process("train", TINY)[0] == 130
+    monkeypatch.setattr("typer.main.get_command", mock.Mock(side_effect=KeyboardInterrupt))
+    assert in_process("train", TINY) == (130, "", "")
 
 
 def test_launch_prints_the_command_and_starts_nothing() -> None:
