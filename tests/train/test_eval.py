@@ -8,6 +8,8 @@ import os
 import random
 import shutil
 import signal
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +19,7 @@ import torch
 
 from nxtrain.backends.base import Backend
 from nxtrain.backends.cpu import CpuBackend
+from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.convert.hf import hf_to_nxtrain
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.errors import CheckpointError, ConfigError
@@ -32,6 +35,7 @@ from nxtrain.tools.eval.trained import Trained
 from tests.support import commands
 from tests.support.commands import in_process, output_of
 from tests.support.models import DRAWN_FAMILIES, LENGTH, TEXT, text_model
+from tests.support.processes import free_port, rank_variables
 from tests.support.ranks import RankPool
 from tests.support.runs import run_plan, train_rank
 
@@ -174,6 +178,39 @@ def test_a_run_with_a_pipeline_is_evaluated_without_one(ranks: RankPool, tmp_pat
 def likelihoods_by_rank(backend: Backend, model_folder: Path, pairs: list[tuple[str, str]]) -> list[Likelihood]:
     """Scores of a model that all ranks share."""
     return open_scorer(model_folder, backend, backend.world).likelihoods(pairs)
+
+
+def see_the_first_checkpoint() -> None:
+    """Let a process see a run as it was before its second checkpoint."""
+    vars(directory)["newest"] = lambda folder: next(iter(directory.list_checkpoints(folder)), None)
+
+
+def test_ranks_evaluate_one_checkpoint_of_a_run_that_saves_meanwhile(run: Path, tmp_path: Path) -> None:
+    newer = run / "checkpoints" / "step-00000001"
+    hf_to_nxtrain(text_model(tmp_path / "hf", "mqa"), newer)
+    request = ("--tasks", "held_out,cloze", "--limit", 24, "--json")
+    port, ranks = free_port(), list[BaseProcess]()
+    for rank, first in enumerate((None, see_the_first_checkpoint)):
+        (tmp_path / str(rank)).mkdir()
+        environ = rank_variables(rank, 2, port)
+        ranks.append(commands.start(tmp_path / str(rank), "eval", run, *request, environ=environ, first=first))
+    output = commands.ended(tmp_path, dict(enumerate(ranks)), 60.0)
+    shared = json.loads(output[0][output[0].index("{") :])
+    assert shared["checkpoint"] == str(newer)
+    assert shared["tasks"] == json.loads(output_of("eval", newer, *request))["tasks"]
+
+
+def refused_by_rank(backend: Backend, folder: Path) -> str:
+    """Error of a rank whose checkpoint is not that of the others."""
+    found = replace(Trained.find(str(folder)), step=backend.rank, identity=f"of rank {backend.rank}")
+    with pytest.raises(CheckpointError) as refusal:
+        found.open(backend, 8, Mesh.build(backend.world, backend.rank, tp=backend.world))
+    return str(refusal.value)
+
+
+def test_ranks_make_no_model_of_two_checkpoints(run: Path, ranks: RankPool) -> None:
+    found = "the ranks have found different checkpoints: step-00000000, step-00000001; a run may have saved meanwhile"
+    assert [text.startswith(found) for text in ranks.run(2, refused_by_rank, run)] == [True, True]
 
 
 def test_samples_of_one_text_are_independent_and_come_again(hf: Path) -> None:

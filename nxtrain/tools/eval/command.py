@@ -89,9 +89,6 @@ def evaluate(address: str, options: Options, note: Callable[[str], None] = lambd
             choices, registry = choose_tasks(options.tasks, options.folder)
     if any(choice.is_local for choice in choices) and options.limit > MAX_LIMIT:
         raise ConfigError(f"--limit {options.limit:,} is too high: local tasks draw {MAX_LIMIT:,} requests at most")
-    addresses = [address]
-    if options.every:
-        addresses = _kept(address)
     pairs: PairsTask | None = None
     if options.pairs is not None:
         reference = Trained.find(options.reference) if options.reference else None
@@ -109,10 +106,11 @@ def evaluate(address: str, options: Options, note: Callable[[str], None] = lambd
         if not ranks.is_leader:
             note = _discard_line
         evaluations = []
-        for one in addresses:
+        # A run that is still training saves and deletes checkpoints, so that each rank would find others.
+        for one in ranks.on_leader(lambda: _chosen(address, options), f"cannot look for checkpoints in {address}"):
             model = Trained.find(one)
             run = _run_of(model)
-            texts, tasks = _tasks(model, run, choices, registry, options, note)
+            texts, tasks = _tasks(model, run, choices, registry, options, ranks, note)
             if pairs is not None:
                 pairs.check(model)
                 tasks.append(pairs)
@@ -133,12 +131,14 @@ def _tasks(
     choices: Sequence[Choice],
     registry: Any,
     options: Options,
+    ranks: Ranks,
     note: Callable[[str], None],
 ) -> tuple[str, list[Task | HarnessTask | PairsTask]]:
     """Origin of the texts of local tasks, and all chosen tasks with their requests."""
     origin, texts = "", list[str]()
     if any(choice.is_local for choice in choices):
-        origin, texts = texts_of(run, model.tokenizer, model.ends)
+        read = partial(texts_of, run, model.tokenizer, model.ends)
+        origin, texts = ranks.on_leader(read, "cannot read the texts of the tasks")
     tasks: list[Task | HarnessTask | PairsTask] = []
     for choice in choices:
         if not choice.is_local:
@@ -199,6 +199,13 @@ def _run(
     for request in task.requests:
         likelihoods.append([next(scores).nats for _ in request.choices])
     return task.measure(likelihoods)
+
+
+def _chosen(address: str, options: Options) -> list[str]:
+    """Addresses of the models to evaluate."""
+    if options.every:
+        return _kept(address)
+    return [str(Trained.find(address, reads_text=False).location)]
 
 
 def _kept(address: str) -> list[str]:

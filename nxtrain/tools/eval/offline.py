@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from nxtrain.common.errors import NxtrainError
+from nxtrain.common.errors import NxtrainError, StorageError
 from nxtrain.common.run_folder import CONFIG_FILE, DATA_DIR
 from nxtrain.common.vocab import END_BIT, ID_MASK
 from nxtrain.config.check import resolve_model
@@ -155,6 +155,8 @@ def _held_out_texts(run: Path, tokenizer: Tokenizer, ends: frozenset[int]) -> li
         config = load(run / CONFIG_FILE).config
         vocab_size = resolve_model(config).vocab_size
         samples = open_held_out(config.data, config.train.seq_len, vocab_size, run / DATA_DIR)
+    except StorageError:  # results on other texts could not be compared
+        raise
     except (NxtrainError, OSError):
         return []
     if samples is None or not samples.num_rows:

@@ -13,10 +13,12 @@ from tokenizers import Tokenizer
 from nxtrain.backends.base import Backend
 from nxtrain.checkpoint.convert.peft import CONFIG as ADAPTER_CONFIG
 from nxtrain.checkpoint.convert.verify_export import open_hf_model, open_model
+from nxtrain.checkpoint.directory import step_names
 from nxtrain.checkpoint.meta import fingerprint, read_meta
 from nxtrain.checkpoint.mirror import locate_checkpoint
 from nxtrain.common import hf_files
-from nxtrain.common.errors import ConfigError, DamagedError, DataError
+from nxtrain.common.distributed.agreement import Ranks
+from nxtrain.common.errors import CheckpointError, ConfigError, DamagedError, DataError
 from nxtrain.common.family import CausalLM, ModelConfig, ModelFamily
 from nxtrain.common.io.object_store import Location, content_of, location_of
 from nxtrain.common.mesh import Mesh
@@ -88,7 +90,17 @@ class Trained:
         return Trained(location, False, family, config, tokenizer, ends, meta.step, meta.tokens, identity, prefix)
 
     def open(self, backend: Backend, seq_len: int, mesh: Mesh) -> CausalLM:
-        """Build the model and read the weights of this rank's shard; every rank calls this method."""
+        """Build the model and read the weights of this rank's shard; every rank calls this method.
+
+        Raises:
+            CheckpointError: The ranks have found different checkpoints, of which a model would be a mixture.
+        """
+        if not self.is_hf:
+            steps = Ranks(mesh, backend.host_group).gather((self.step, self.identity))
+            if len({*steps}) > 1:
+                found = step_names(sorted({step for step, _ in steps}))
+                way_out = "a run may have saved meanwhile; start again, or name one checkpoint"
+                raise CheckpointError(f"the ranks have found different checkpoints: {found}; {way_out}")
         problems = self.family.check(self.config, tp=mesh.tp.size, seq_len=seq_len)
         if problems:
             raise ConfigError(problems)
@@ -125,10 +137,9 @@ def _open_tokenizer(location: Location) -> Tokenizer:
     if not file.is_file():
         hint = "generate and eval need a tokenizer; save it there, or train with data.tokenizer=PATH"
         raise ConfigError(f"{location} has no {hf_files.TOKENIZER}: {hint}")
+    content = content_of(file)
     try:
-        tokenizer = Tokenizer.from_buffer(content_of(file))
-    except OSError:
-        raise
+        tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # the package tokenizers raises no narrower type
         reason = f"it is not a Hugging Face tokenizer: {error}"
         if isinstance(location, Path) and is_hf_folder(location):

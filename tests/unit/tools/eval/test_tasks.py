@@ -6,11 +6,16 @@ import math
 import random
 import statistics
 from collections import Counter
+from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
+from nxtrain.common.errors import DataError, StorageError
+from nxtrain.tools.eval import offline
 from nxtrain.tools.eval.offline import OFFLINE, offline_task
 from nxtrain.tools.eval.scorer import windows
 from nxtrain.tools.eval.task import Request, Task
@@ -97,3 +102,14 @@ def test_windows_score_each_token_once_after_as_many_as_fit(num_known: int, num_
         assert 0 < row.num_scored < len(row.ids) <= length + 1
         last = row.ids[-1]
         assert row.ids == tuple(range(max(0, last - length), last + 1))
+
+
+def test_texts_of_a_run_whose_storage_fails_are_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.toml").write_text('[model]\npreset = "tiny"\n', encoding="utf-8")
+    tokenizer = Tokenizer(models.BPE())
+    missing = mock.Mock(side_effect=DataError("there is no such file"))
+    monkeypatch.setattr(offline, "open_held_out", missing)
+    assert offline.texts_of(tmp_path, tokenizer, frozenset())[0] == "standard library of Python"
+    missing.side_effect = StorageError("it does not respond")
+    with pytest.raises(StorageError):
+        offline.texts_of(tmp_path, tokenizer, frozenset())
