@@ -87,8 +87,12 @@ class MlflowSink:
 
     def __init__(self, folder: Path, name: str, config: Mapping[str, Any], uri: str) -> None:
         from mlflow.entities import Param
+        from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_MAX_RETRIES, MLFLOW_HTTP_REQUEST_TIMEOUT
         from mlflow.tracking import MlflowClient
 
+        # `RetryingSink` tries again later. MLflow's own 7 attempts would hold training for minutes.
+        MLFLOW_HTTP_REQUEST_MAX_RETRIES.default = 1
+        MLFLOW_HTTP_REQUEST_TIMEOUT.default = 30
         folder.mkdir(parents=True, exist_ok=True)
         self._names: dict[str, str] = {}
         with _as_os_error("mlflow"):

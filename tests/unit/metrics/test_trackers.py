@@ -19,7 +19,7 @@ from nxtrain.common.errors import BackendError
 from nxtrain.config.schema import RunConfig
 from nxtrain.metrics import trackers
 from nxtrain.metrics.sinks import open_sinks
-from tests.support.processes import patient_s
+from tests.support.processes import free_port, patient_s
 
 RECORDS: list[dict[str, Any]] = [
     {"step": 1, "loss": 2.5, "alarm": "spike: loss", "mfu": None},
@@ -196,6 +196,18 @@ def test_mlflow_gets_every_record_in_a_folder(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_an_mlflow_server_that_is_away_holds_no_step_for_long(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("mlflow", reason="no mlflow: pip install 'nxtrain[mlflow]'")
+    began = time.monotonic()
+    log(config(tmp_path, mlflow=f"http://127.0.0.1:{free_port()}"), [{"step": 1, "loss": 1.0}])
+    assert time.monotonic() - began < patient_s(10), "of MLflow's own attempts, the second waits for seconds"
+    said = " ".join(capsys.readouterr().err.split())
+    assert "warning: MLflow cannot be written: mlflow: MlflowException: API request to" in said
+    assert "warning: 1 records are missing in MLflow, which could not be written" in said
+
+
 def test_mlflow_takes_records_with_any_name_of_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A corpus is named by its path or address if the name of its file is not unique."""
     pytest.importorskip("mlflow", reason="no mlflow: pip install 'nxtrain[mlflow]'")
