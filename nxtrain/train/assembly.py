@@ -85,7 +85,7 @@ def assemble(context: RunContext, memory: RankMemory) -> Run:
     work, has_sections = _work_meter(context)
     observers = Observers(
         goodput or _step_file(context, mirrored),
-        context.watchdog or RunObserver(),
+        context.supervision,
         recompiles,
         Fallbacks(backend, allowed=config.compile.allow_fallbacks),
         checkpoints,

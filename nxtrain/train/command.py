@@ -23,6 +23,7 @@ from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import Loaded
 from nxtrain.config.model_folder import with_commit
 from nxtrain.config.schema import RunConfig
+from nxtrain.metrics.run_observer import RunObserver
 from nxtrain.train.assembly import assemble
 from nxtrain.train.build import context_parallel_of
 from nxtrain.train.context import RunContext
@@ -137,14 +138,15 @@ def open_run(
     try:
         if config.backend.name == "auto":  # some rules between keys need the name of the chosen backend
             plan = resolve_config(loaded, backend.world, backend.name)
-        lock: AbstractContextManager[None] = nullcontext()
+        lock: AbstractContextManager[RunObserver] = nullcontext(RunObserver())
         if backend.rank == 0 and not backend.extracts:  # a run that only extracts graphs writes nothing
             lock = only_run(folder, standard_error().print, restarted=placement.is_restart, most_s=0.5 * limit_s)
         keeps_state = config.recovery.in_job
         logs = folder / LOGS_DIR
         watched = Watchdog(backend, limit_s, logs, signals, has_agent=placement.has_agent, keeps_state=keeps_state)
-        with watched as watchdog, lock:
-            yield RunContext.open(backend, plan, reason=reason, placement=placement, began=began, watchdog=watchdog)
+        with watched as watchdog, lock as held:
+            context = RunContext.open(backend, plan, reason=reason, placement=placement, began=began, watchdog=watchdog)
+            yield replace(context, lock=held)
     except BaseException as error:
         ended = error
         if isinstance(error, Exception) and not isinstance(error, StoppedBySignal):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nxtrain.backends.attention_choice import AttentionShape
 from nxtrain.backends.base import Backend
@@ -15,7 +15,7 @@ from nxtrain.common.process.console import standard_error
 from nxtrain.common.process.placement import Placement
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
-from nxtrain.metrics.run_observer import Work
+from nxtrain.metrics.run_observer import Observers, RunObserver, Work
 from nxtrain.train.build import context_parallel_of, mesh_of
 from nxtrain.train.ring_trial import refuse_wrong_ring
 from nxtrain.train.supervision.watchdog import Watchdog
@@ -35,6 +35,7 @@ class RunContext:
         print_line: Prints a line for the user, on the leader only.
         reason: Reason for the choice of the backend and its layers.
         watchdog: Watchdog of this rank; None for none.
+        lock: Observer that keeps the lock of the run's folder.
     """
 
     plan: Resolved
@@ -46,6 +47,7 @@ class RunContext:
     print_line: Callable[[str], None]
     reason: str
     watchdog: Watchdog | None = None
+    lock: RunObserver = field(default_factory=RunObserver)
 
     @staticmethod
     def open(
@@ -103,6 +105,11 @@ class RunContext:
     def is_leader(self) -> bool:
         """True on rank 0, which writes the files of the run."""
         return self.ranks.is_leader
+
+    @property
+    def supervision(self) -> RunObserver:
+        """Observer that passes the progress of the run to its lock and its watchdog."""
+        return Observers(self.lock, self.watchdog or RunObserver())
 
     def enter(self, step: int, work: Work) -> None:
         """Report the start of a kind of work to the watchdog only, not to the other observers."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from nxtrain.common.errors import BackendError, RestartError
 from nxtrain.common.run_folder import LOCK_FILE
+from nxtrain.metrics.run_observer import RunObserver, Work
 
 ENDING_S = 5.0
 """Seconds to wait for a lock holder on this machine, which may be about to end."""
@@ -26,10 +27,63 @@ AWAY_S = 100.0
 _LOOK_S = 0.2
 
 
+class RunLock(RunObserver):
+    """Lock of a run's folder, held by an open file; it is taken again if the folder was deleted or moved meanwhile.
+
+    Args:
+        folder: Folder of the run.
+        file: Descriptor of the locked file; None without a lock.
+    """
+
+    def __init__(self, folder: Path, file: int | None) -> None:
+        self._folder, self._file = folder, file
+
+    def enter(self, step: int, work: Work) -> None:
+        """Check the lock before files are written.
+
+        Raises:
+            BackendError: The folder was deleted or moved, and another run has locked the new folder of that name.
+        """
+        if work not in {"log", "checkpoint"} or self._file is None:
+            return
+        path, held = self._folder / LOCK_FILE, os.fstat(self._file)
+        with suppress(OSError):
+            if os.path.samestat(held, os.stat(path)):
+                return
+        try:
+            file = _open(path)
+        except OSError:  # the folder is gone, and the next checkpoint creates it
+            return
+        if os.path.samestat(held, os.fstat(file)):  # only the call failed, of storage that is unsteady
+            os.close(file)
+            return
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            host, pid = _holder(file)
+            os.close(file)
+            holder = f"process {pid} on {host or 'a machine that it does not name'}"
+            raise BackendError(
+                f"run.dir={self._folder} was deleted or moved under this run, and {holder} uses a new folder of that "
+                "name. This run ends, since two runs would destroy each other's checkpoints"
+            ) from error
+        except OSError:  # the file system has no locks any more
+            os.close(file)
+            return
+        _sign(file)
+        os.close(self._file)
+        self._file = file
+
+    def release(self) -> None:
+        """Release the lock."""
+        if self._file is not None:
+            os.close(self._file)
+
+
 @contextmanager
 def only_run(
     folder: Path, print_line: Callable[[str], None], *, restarted: bool = False, most_s: float = AWAY_S
-) -> Iterator[None]:
+) -> Iterator[RunLock]:
     """Lock the folder of a run within this context; the system releases the lock when this process ends in any way.
 
     Args:
@@ -46,17 +100,30 @@ def only_run(
         folder.mkdir(parents=True, exist_ok=True)
         file = _open(folder / LOCK_FILE)
     except OSError:  # a folder that cannot be written is reported by later checks
-        yield
+        yield RunLock(folder, None)
         return
     try:
-        if _take(file, folder, print_line, restarted=restarted, most_s=most_s):
-            content = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}) + "\n"
-            with suppress(OSError):  # another user's read-only file is locked all the same
-                os.ftruncate(file, 0)
-                os.pwrite(file, content.encode(), 0)
-        yield
-    finally:
+        is_taken = _take(file, folder, print_line, restarted=restarted, most_s=most_s)
+    except BaseException:
         os.close(file)
+        raise
+    if is_taken:
+        _sign(file)
+    else:
+        os.close(file)
+    lock = RunLock(folder, file if is_taken else None)
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
+def _sign(file: int) -> None:
+    """Write the holder of the lock to its file."""
+    content = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}) + "\n"
+    with suppress(OSError):  # another user's read-only file is locked all the same
+        os.ftruncate(file, 0)
+        os.pwrite(file, content.encode(), 0)
 
 
 def _open(path: Path) -> int:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import socket
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -33,6 +35,31 @@ def test_the_second_is_refused_with_the_holder_and_the_third_goes_on(
             pass
     with only_run(tmp_path / "run", said.append):
         assert len(said) == 1
+
+
+def test_a_folder_that_is_deleted_or_moved_is_locked_again_or_left_to_another_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with only_run(folder, lambda line: None) as lock:
+        shutil.rmtree(folder)
+        lock.enter(1, "log")
+        assert not folder.exists(), "what is not there is no folder of another run"
+        folder.mkdir()
+        lock.enter(1, "checkpoint")
+        with pytest.raises(BlockingIOError), (folder / LOCK_FILE).open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        folder.rename(tmp_path / "moved")
+        with only_run(folder, lambda line: None):
+            lock.enter(2, "training")
+            with pytest.raises(BackendError, match=rf"was deleted or moved .* process {os.getpid()} on .* uses a new"):
+                lock.enter(2, "log")
+
+
+def test_a_lock_that_cannot_be_looked_at_is_kept(tmp_path: Path) -> None:
+    with only_run(tmp_path, lambda line: None) as lock:
+        with mock.patch.object(os, "stat", side_effect=OSError(errno.EIO, os.strerror(errno.EIO))):
+            lock.enter(1, "log")
+        with pytest.raises(BlockingIOError), (tmp_path / LOCK_FILE).open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_one_that_ends_is_waited_for(tmp_path: Path) -> None:
