@@ -149,12 +149,24 @@ def locate_checkpoint(address: str | Path) -> Location:
             ) from error
     if (location / directory.META).is_file():
         return location
-    for folder in (location, location / CHECKPOINTS_DIR):
-        mirror = Mirror(open_store(folder))
-        steps = mirror.steps()
-        if steps:
-            return mirror.folder(steps[-1])
+    found = checkpoints_in(location)
+    if found:
+        return found[-1]
     raise CheckpointError(f"{location} holds no complete checkpoint; give a step, a checkpoint.mirror or a run folder")
+
+
+def checkpoints_in(location: Location) -> list[Location]:
+    """List the complete checkpoints of a run folder, a `checkpoints` folder or a mirror, oldest first."""
+    for folder in (location, location / CHECKPOINTS_DIR):
+        found: list[Location] = []
+        if isinstance(folder, Path):
+            found += directory.list_checkpoints(folder)
+        else:
+            mirror = Mirror(open_store(folder))
+            found += [mirror.folder(step) for step in mirror.steps()]
+        if found:
+            return found
+    return []
 
 
 def choice_of(address: str | Path, checkpoint: Location) -> str:

@@ -18,7 +18,7 @@ from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.convert.hf import CHECKPOINT_FILES, refuse_to_overwrite
 from nxtrain.checkpoint.load import open_checkpoint, read_shards, whole_weights
 from nxtrain.checkpoint.meta import Meta
-from nxtrain.checkpoint.mirror import locate_checkpoint
+from nxtrain.checkpoint.mirror import checkpoints_in, locate_checkpoint
 from nxtrain.checkpoint.save import read_back, write
 from nxtrain.checkpoint.shards import MODEL, TensorShard
 from nxtrain.checkpoint.staging import LazyTensors, Staged
@@ -26,9 +26,8 @@ from nxtrain.checkpoint.tokenizer_files import tokenizer_files
 from nxtrain.common.distributed.agreement import Ranks, StorageScope
 from nxtrain.common.errors import CheckpointError, ConfigError
 from nxtrain.common.hf_files import CONFIG, GENERATION_CONFIG, TOKENIZER
-from nxtrain.common.io.object_store import Location
+from nxtrain.common.io.object_store import Location, location_of
 from nxtrain.common.mesh import Mesh
-from nxtrain.common.run_folder import CHECKPOINTS_DIR
 from nxtrain.optim.adamw import EMA
 
 _EQUAL = ("family", "config", "dtype", "adapter", "base_fingerprint", "tokenizer_fingerprint")
@@ -39,7 +38,7 @@ def sources_of(addresses: Sequence[str], last: int = 0) -> list[Location]:
     """List the checkpoints to average: each address is a checkpoint, or a run folder with several checkpoints.
 
     Args:
-        addresses: Run folders, `checkpoints` folders and checkpoints; an `s3://` address names one checkpoint.
+        addresses: Run folders, `checkpoints` folders, mirrors and checkpoints, on disks or in buckets.
         last: Number of newest checkpoints per folder; 0 for all.
 
     Raises:
@@ -47,14 +46,14 @@ def sources_of(addresses: Sequence[str], last: int = 0) -> list[Location]:
     """
     sources: list[Location] = []
     for address in addresses:
-        folder = Path(address)
-        if not directory.is_checkpoint(folder):
-            for inner in (folder, folder / CHECKPOINTS_DIR):
-                steps = sorted(directory.list_checkpoints(inner), key=directory.step_of) if inner.is_dir() else []
-                sources += steps[-last:]
-            if folder.is_dir():
-                continue
-        sources.append(locate_checkpoint(address))
+        location = location_of(address)
+        if (location / directory.META).is_file():
+            sources.append(location)
+            continue
+        found = checkpoints_in(location)
+        if not found and not (isinstance(location, Path) and location.is_dir()):
+            locate_checkpoint(address)  # raises the error of an address without a checkpoint
+        sources += found[-last:]
     if len(sources) < 2:  # noqa: PLR2004 - the fewest that have a mean
         raise ConfigError(
             f"{', '.join(addresses)} name {len(sources)} checkpoint, but an average needs two or more; "

@@ -11,17 +11,16 @@ from typing import Any
 
 from nxtrain.backends import choose, open_backend
 from nxtrain.backends.base import Backend
-from nxtrain.checkpoint import directory
-from nxtrain.checkpoint.mirror import Mirror
+from nxtrain.checkpoint.mirror import checkpoints_in
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.io import jsonl
-from nxtrain.common.io.object_store import location_of, open_store
+from nxtrain.common.io.object_store import location_of
 from nxtrain.common.mesh import Mesh
 from nxtrain.common.process.console import standard_error
 from nxtrain.common.process.placement import Placement
 from nxtrain.common.process.progress import Progress
-from nxtrain.common.run_folder import CHECKPOINTS_DIR, CONFIG_FILE, EVALUATION_CACHE_DIR, EVALUATIONS_FILE
+from nxtrain.common.run_folder import CONFIG_FILE, EVALUATION_CACHE_DIR, EVALUATIONS_FILE
 from nxtrain.tools.eval.harness import HarnessTask, definition_of
 from nxtrain.tools.eval.leader_scorer import run_on_leader
 from nxtrain.tools.eval.offline import offline_task, texts_of
@@ -210,15 +209,7 @@ def _chosen(address: str, options: Options) -> list[str]:
 
 def _kept(address: str) -> list[str]:
     """Addresses of all complete checkpoints in a run folder, a `checkpoints` folder or a mirror, oldest first."""
-    location = location_of(address)
-    kept = []
-    if isinstance(location, Path):
-        paths = directory.list_checkpoints(location) or directory.list_checkpoints(location / CHECKPOINTS_DIR)
-        kept = [str(path) for path in paths]
-    else:
-        for folder in (location, location / CHECKPOINTS_DIR):
-            mirror = Mirror(open_store(folder))
-            kept += [str(mirror.folder(step)) for step in mirror.steps()]
+    kept = [str(checkpoint) for checkpoint in checkpoints_in(location_of(address))]
     if not kept:
         raise ConfigError(f"{address} has no checkpoints; --all takes a run folder or a mirror")
     return kept

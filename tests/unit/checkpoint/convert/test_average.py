@@ -23,6 +23,9 @@ from nxtrain.common.errors import CheckpointError, ConfigError
 from nxtrain.common.hf_files import TOKENIZER
 from nxtrain.common.mesh import Mesh
 from tests.support.commands import in_process
+from tests.support.object_stores import BUCKET, s3, s3_variables
+
+__all__ = ["s3", "s3_variables"]
 
 SHAPES = {"model.embed_tokens.weight": (33, 8), "model.norm.weight": (8,), "lm_head.weight": (33, 8)}
 
@@ -63,6 +66,20 @@ def test_means_are_those_of_numpy_bit_for_bit(tmp_path: Path, dtype: torch.dtype
     meta = read_meta(tmp_path / "mean")
     assert (meta.step, meta.samples, meta.kinds, meta.dtype) == (0, 0, (MODEL,), dtype_name(dtype))
     assert (tmp_path / "mean" / TOKENIZER).read_text() == "{}"
+
+
+@pytest.mark.parametrize("prefix", ["mirror", "run/checkpoints"])
+def test_a_folder_in_a_bucket_gives_all_its_checkpoints(tmp_path: Path, s3: Any, prefix: str) -> None:
+    for step in (1, 2, 10):
+        saved(tmp_path / "run", step)
+    for file in (tmp_path / "run/checkpoints").rglob("*"):
+        if file.is_file():
+            s3.upload_file(str(file), BUCKET, f"{prefix}/{file.relative_to(tmp_path / 'run/checkpoints')}")
+    address = f"s3://{BUCKET}/{prefix.removesuffix('/checkpoints')}"
+    assert [source.name for source in sources_of([address])] == ["step-00000001", "step-00000002", "step-00000010"]
+    assert [source.name for source in sources_of([address], 2)] == ["step-00000002", "step-00000010"]
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        sources_of([f"{address}/none", address])
 
 
 def test_steps_and_the_last_of_a_run_are_chosen(tmp_path: Path) -> None:
