@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
+from nxtrain.common.machines import NEURON
 from nxtrain.launch.exit_codes import SHELL_FUNCTION
 from nxtrain.launch.targets.job import ClusterJob
 
@@ -24,8 +25,9 @@ _SCRIPT = """\
 # docs/slurm_kubernetes.md explains each line.
 {arguments}{function}first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 again=true
-for step in {steps}; do
-    srun {options} nxtrain $step "$@" cluster.nodes="$SLURM_JOB_NUM_NODES" --first-node "$first" & pid=$!
+{prepare}for step in {steps}; do
+    [ $step = compile ] && after=0 || after=60    # seconds for other nodes once one has ended; compilers need hours
+    srun --wait=$after{options} nxtrain $step "$@" cluster.nodes="$SLURM_JOB_NUM_NODES" --first-node "$first" & pid=$!
     trap 'kill -USR1 $pid' USR1    # the time limit is near
     trap again=false TERM          # Slurm has signalled all ranks, and decides itself on a requeue
     wait $pid; code=$?
@@ -42,7 +44,7 @@ GENERIC = "sbatch --nodes=16 scripts/train.sbatch CONFIG [key=value ...]"
 
 def render_generic() -> str:
     """Render the generic Slurm script, which takes configuration and overrides from the command line of `sbatch`."""
-    return _script("", GENERIC, "", "${NXTRAIN_STEPS:-launch}", "--wait=60")
+    return _script("", GENERIC, "", "${NXTRAIN_STEPS:-launch}", "")
 
 
 def render(job: ClusterJob, *, auto_resume: bool = False) -> str:
@@ -57,12 +59,27 @@ def render(job: ClusterJob, *, auto_resume: bool = False) -> str:
         nodes = f"{job.min_nodes}-{job.nodes}"
     directives = f"#SBATCH --job-name={job.name} --nodes={nodes} --output={job.name}-%j.log\n"
     arguments: Sequence[str] = (str(job.path), *job.overrides, f"--nproc={job.nproc}")
-    options = "--wait=60"
+    options = prepare = ""
     if auto_resume:
         options += " --auto-resume=1"
     if job.options.image:
-        options += f" {container_options(job.options.image, job.options.mounts)}"
-    return _script(directives, "sbatch train.sbatch", f"set -- {shlex.join(arguments)}\n", " ".join(job.steps), options)
+        mounts = [job.options.mounts] if job.options.mounts else []
+        graphs = _graph_folder(job)
+        if graphs:
+            prepare = f"srun mkdir -p {shlex.quote(graphs)} || exit    # graphs outlive the containers\n"
+            mounts.append(f"{graphs}:{graphs}")
+        options += f" {container_options(job.options.image, ','.join(mounts))}"
+    arguments_line = f"set -- {shlex.join(arguments)}\n"
+    return _script(directives, "sbatch train.sbatch", arguments_line, " ".join(job.steps), options, prepare)
+
+
+def _graph_folder(job: ClusterJob) -> str:
+    """Folder of compiled graphs on the node's disk, which a container does not have; empty if there is none."""
+    folder = job.config.compile.cache_dir
+    is_used = job.machine.resource == NEURON
+    if not is_used or not folder.is_absolute() or "{" in str(folder):
+        return ""
+    return str(folder)
 
 
 def container_options(image: str, mounts: str) -> str:
@@ -93,12 +110,13 @@ def enroot_uri(image: str) -> str:
     return image
 
 
-def _script(directives: str, usage: str, arguments: str, steps: str, options: str) -> str:
+def _script(directives: str, usage: str, arguments: str, steps: str, options: str, prepare: str = "") -> str:
     return _SCRIPT.format(
         directives=directives,
         usage=usage,
         arguments=arguments,
         function=SHELL_FUNCTION,
+        prepare=prepare,
         steps=steps,
         options=options,
     )

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from nxtrain.common.errors import ConfigError
 from nxtrain.launch.targets import clusters, storage
 from nxtrain.launch.targets.job import LaunchOptions
+from nxtrain.launch.targets.render import RENDERERS
 from nxtrain.launch.targets.slurm import container_options, enroot_uri
 from tests.support.launch_cases import CASES
 from tests.unit.launch.test_targets import NASTY, in_bash, job
@@ -58,6 +59,19 @@ def test_a_job_runs_in_a_container_only_if_asked() -> None:
     (line,) = [line for line in text.splitlines() if line.strip().startswith("srun")]
     assert "--container-mounts=$PWD:$PWD,/fsx:/fsx" in shlex.split(line)
     assert "container" not in "".join(CASES["slurm"].files().values())
+
+
+@pytest.mark.parametrize(("cache", "mounted"), [("/nvme/graphs", "/nvme/graphs"), ("compile_cache/{host}", "")])
+def test_compiled_graphs_outlive_the_container_that_compiled_them(cache: str, mounted: str) -> None:
+    """Enroot removes a container after its step, and mounts no folder of the node such as /var/tmp."""
+    for target in ("slurm", "hyperpod"):
+        for mounts in ("", "/fsx:/fsx"):
+            run = job(f"compile.cache_dir={cache}", options=LaunchOptions(image="nxtrain", mounts=mounts))
+            script = RENDERERS[target](run)["train.sbatch"]
+            bound = ",".join(filter(None, ["$PWD:$PWD", mounts, f"{mounted}:{mounted}" if mounted else ""]))
+            (line,) = [line for line in script.splitlines() if "--container-image" in line]
+            assert f"--container-mounts={bound}" in shlex.split(line)
+            assert ("srun mkdir -p /nvme/graphs || exit" in script) == bool(mounted)
 
 
 def allowed(policy: storage.Manifest, action: str, resource: str) -> bool:
