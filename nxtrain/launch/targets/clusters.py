@@ -9,20 +9,29 @@ https://eksctl.io/usage/schema, https://docs.aws.amazon.com/eks/latest/userguide
 from __future__ import annotations
 
 from nxtrain.common.errors import ConfigError, Problem
+from nxtrain.common.machines import NEURON
 from nxtrain.launch.targets.job import SHARED, ClusterJob
 from nxtrain.launch.targets.storage import DEPLOYMENT, THROUGHPUT_MB_S, iam_policy, parallelcluster_access, volumes
 from nxtrain.launch.targets.yaml_text import dump_yaml
 
 _SUBNET = "subnet-00000000000000000"
+_PUBLIC_SUBNET = "subnet-11111111111111111"
+_AMI = "ami-00000000000000000"
 _ZONE = "us-east-1a"
 
 _PARALLELCLUSTER = """\
 AWS ParallelCluster for {nodes} x {instance}; written by nxtrain launch --target parallelcluster.
-Replace Region, the subnets and the key by your own.
-
+Replace Region, the subnets and the key by your own. The nodes' subnet is private, with a NAT gateway: machines
+with several network cards get no public address.
+{driver}
     pcluster create-cluster --cluster-name nxtrain --cluster-configuration parallelcluster.yaml
 
 The file system outlives the cluster. aws fsx delete-file-system deletes it.
+"""
+
+_DRIVER = """\
+ParallelCluster's images have no Neuron driver. Replace CustomAmi by an image that you have built with the driver:
+https://docs.aws.amazon.com/parallelcluster/latest/ug/building-custom-ami-v3.html
 """
 
 _EKS = """\
@@ -65,6 +74,10 @@ def render_parallelcluster(job: ClusterJob) -> str:
         "Networking": {"SubnetIds": [_SUBNET], "PlacementGroup": {"Enabled": True}},
         "ComputeSettings": {"LocalStorage": {"RootVolume": {"Size": 512}}},  # compiled graphs
     }
+    driver = ""
+    if job.machine.resource == NEURON:
+        driver = _DRIVER
+        queue["Image"] = {"CustomAmi": _AMI}
     if job.lane == "gpu":
         queue["HealthChecks"] = {"Gpu": {"Enabled": True}}
     lustre = {
@@ -75,7 +88,7 @@ def render_parallelcluster(job: ClusterJob) -> str:
     }
     head: dict[str, object] = {
         "InstanceType": "m5.8xlarge",
-        "Networking": {"SubnetId": _SUBNET},
+        "Networking": {"SubnetId": _PUBLIC_SUBNET},
         "Ssh": {"KeyName": "your-key"},
     }
     if access:
@@ -92,7 +105,8 @@ def render_parallelcluster(job: ClusterJob) -> str:
         },
         "SharedStorage": [{"Name": "fsx", "MountDir": SHARED, "StorageType": "FsxLustre", "FsxLustreSettings": lustre}],
     }
-    return dump_yaml([cluster], _PARALLELCLUSTER.format(nodes=job.nodes, instance=job.machine.name))
+    head_lines = _PARALLELCLUSTER.format(nodes=job.nodes, instance=job.machine.name, driver=driver)
+    return dump_yaml([cluster], head_lines)
 
 
 def render_eks(job: ClusterJob) -> dict[str, str]:

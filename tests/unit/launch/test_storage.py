@@ -114,6 +114,15 @@ def test_sizes_are_those_of_fsx(size: int, fits: bool) -> None:
     assert (storage.check_storage(size) == []) == fits
 
 
+def test_nodes_of_a_parallelcluster_have_drivers_and_lie_behind_a_gateway() -> None:
+    """ParallelCluster's images have drivers of GPUs alone; nodes with several network cards get no public address."""
+    for name, has_driver in (("parallelcluster_gpu", True), ("slurm", False)):
+        (cluster,) = yaml.safe_load_all(clusters.render_parallelcluster(CASES[name].job()))
+        (queue,) = cluster["Scheduling"]["SlurmQueues"]
+        assert ("CustomAmi" in queue.get("Image", {})) != has_driver
+        assert cluster["HeadNode"]["Networking"]["SubnetId"] not in queue["Networking"]["SubnetIds"]
+
+
 def test_volumes_have_the_claim_of_the_runs_and_outlive_the_cluster() -> None:
     files = clusters.render_eks(job(options=LaunchOptions(claim="mine", storage_gib=57_600)))
     for name in ("fsx-static.yaml", "fsx-dynamic.yaml", "efs.yaml"):
