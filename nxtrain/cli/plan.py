@@ -47,7 +47,7 @@ def plan(
     store_gb_s: Annotated[float, number(1e-3, 1e6, help="GB/s that a machine writes checkpoints with.")] = 1.0,
     mtbf_h: Annotated[
         float,
-        number(0, 1e9, help="Hours between failures of the run; 0: by its devices."),
+        number(0, 1e9, help="Hours between failures of the run; 0: by its chips."),
     ] = 0.0,
     price: Annotated[float | None, number(0, 1e9, help="USD per machine and hour.")] = None,
     as_json: AsJson = False,

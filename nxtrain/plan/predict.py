@@ -21,8 +21,8 @@ from nxtrain.plan.work import model_flops_per_token, trained_params
 GIB = 1 << 30
 DAY_S, HOUR_S = 86_400.0, 3600.0
 
-INTERRUPTIONS_PER_DEVICE_S = 466 / (54 * DAY_S * 16_384)
-"""Interruptions of a run per device and second: 466 in 54 days on 16,384 GPUs.
+INTERRUPTIONS_PER_CHIP_S = 466 / (54 * DAY_S * 16_384)
+"""Interruptions of a run per GPU or Trainium chip and second: 466 in 54 days on 16,384 GPUs.
 
 Source: Grattafiori et al. 2024 (arXiv:2407.21783) section 3.3.4.
 """
@@ -58,7 +58,7 @@ class Assumptions:
         data_bytes: Bytes of the data set with these tokens; 0 if unknown.
         device_hours: Device hours that the run may take, from which its tokens follow; 0 if the tokens are given.
         store_bytes_s: Bytes per second that one machine writes to the checkpoint store.
-        mtbf_s: Mean time between failures of the run in seconds; 0 to derive it from the number of devices.
+        mtbf_s: Mean time between failures of the run in seconds; 0 to derive it from the number of chips.
         price_usd_h: Price of a machine per hour in USD; None for the price in the table of machines.
         unknown_length: Reason why the length of the run is unknown; empty if the length is known.
     """
@@ -183,7 +183,8 @@ class Prediction:
         machines = max(1, -(-self.job.world // self.job.machine.devices))
         write_s = self.checkpoint_bytes / (machines * self.assumed.store_bytes_s)
         copy_s = self.checkpoint_bytes / (machines * COPY_BYTES_S)
-        mtbf_s = self.assumed.mtbf_s or 1.0 / (INTERRUPTIONS_PER_DEVICE_S * self.job.world)
+        chips = self.job.world * self.job.machine.accelerators / self.job.machine.devices
+        mtbf_s = self.assumed.mtbf_s or 1.0 / (INTERRUPTIONS_PER_CHIP_S * chips)
         if self.job.config.checkpoint.async_:
             return Failures(mtbf_s=mtbf_s, stall_s=copy_s, write_s=write_s, restart_s=RESTART_S)
         return Failures(mtbf_s=mtbf_s, stall_s=write_s, restart_s=RESTART_S)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from nxtrain.cli.main import app
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.family import family_names, find_family
-from nxtrain.plan.predict import INTERRUPTIONS_PER_DEVICE_S
+from nxtrain.plan.predict import INTERRUPTIONS_PER_CHIP_S
 from nxtrain.plan.presets import DATASETS
 from tests.support.generated_docs import shapes
 
@@ -192,9 +192,14 @@ def test_a_table_for_people_has_the_same_numbers() -> None:
     assert "more rejected" in searched
 
 
-def test_failures_of_16384_devices_come_as_published() -> None:
-    assert pytest.approx(2.78, abs=0.005) == 1 / (INTERRUPTIONS_PER_DEVICE_S * 16_384) / 3600
-    assert answer(SEVENTY)["checkpoint"]["mtbf_s"] == pytest.approx(2.781 * 3600 * 2, rel=1e-3)
+def test_failures_of_16384_gpus_come_as_published_and_chips_fail_as_gpus_do() -> None:
+    """A NeuronCore is a part of a chip: two of trn1 fail together, and four of trn2."""
+    assert pytest.approx(2.78, abs=0.005) == 1 / (INTERRUPTIONS_PER_CHIP_S * 16_384) / 3600
+    published_s = 54 * 86_400 / 466 * 16_384
+    assert answer(SEVENTY)["checkpoint"]["mtbf_s"] == pytest.approx(published_s / (256 * 16), rel=1e-6)
+    for instance, chips in (("p5", 2 * 8), ("trn2", 2 * 16), ("trn1", 2 * 16)):
+        mtbf_s = answer(SEVEN, "--instance", instance, "--nodes", "2", "parallel.dp=0")["checkpoint"]["mtbf_s"]
+        assert mtbf_s == pytest.approx(published_s / chips, rel=1e-6)
     assert answer(SEVENTY, "--mtbf-h", "1")["checkpoint"]["mtbf_s"] == 3600
     assert answer(SEVENTY)["checkpoint"]["goodput"] > answer(SEVENTY, "--mtbf-h", "1")["checkpoint"]["goodput"]
 
