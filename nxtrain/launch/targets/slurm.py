@@ -63,23 +63,26 @@ def render(job: ClusterJob, *, auto_resume: bool = False) -> str:
     if auto_resume:
         options += " --auto-resume=1"
     if job.options.image:
-        mounts = [job.options.mounts] if job.options.mounts else []
-        graphs = _graph_folder(job)
+        graphs = graph_folder(job)
         if graphs:
-            prepare = f"srun mkdir -p {shlex.quote(graphs)} || exit    # graphs outlive the containers\n"
-            mounts.append(f"{graphs}:{graphs}")
-        options += f" {container_options(job.options.image, ','.join(mounts))}"
+            prepare = f"srun mkdir -p {graphs} || exit    # graphs outlive the containers\n"
+        options += f" {container_options(job.options.image, container_mounts(job))}"
     arguments_line = f"set -- {shlex.join(arguments)}\n"
     return _script(directives, "sbatch train.sbatch", arguments_line, " ".join(job.steps), options, prepare)
 
 
-def _graph_folder(job: ClusterJob) -> str:
-    """Folder of compiled graphs on the node's disk, which a container does not have; empty if there is none."""
-    folder = job.config.compile.cache_dir
-    is_used = job.machine.resource == NEURON
-    if not is_used or not folder.is_absolute() or "{" in str(folder):
-        return ""
-    return str(folder)
+def graph_folder(job: ClusterJob) -> str:
+    """Folder of compiled graphs on the disk of a node, which containers get; empty if there is none."""
+    folder = str(job.config.compile.cache_dir)
+    is_mountable = re.fullmatch(r"/[\w./-]+", folder, re.ASCII) is not None
+    return folder if job.machine.resource == NEURON and is_mountable else ""
+
+
+def container_mounts(job: ClusterJob) -> str:
+    """Mounts of a run's containers beside the working directory, in Pyxis' format; empty for none."""
+    graphs = graph_folder(job)
+    mounts = [job.options.mounts, graphs and f"{graphs}:{graphs}"]
+    return ",".join(filter(None, mounts))
 
 
 def container_options(image: str, mounts: str) -> str:

@@ -21,7 +21,7 @@ from nxtrain.launch.local import Command
 from nxtrain.launch.targets import kubernetes
 from nxtrain.launch.targets.job import CONFIG_FILE, ClusterJob, LaunchOptions, resolve_job
 from nxtrain.launch.targets.render import NAMES, RENDERERS, launch_on
-from nxtrain.launch.targets.slurm import container_options
+from nxtrain.launch.targets.slurm import container_mounts, container_options, graph_folder
 from tests.support.commands import in_process
 from tests.unit.launch.test_targets import (
     NASTY,
@@ -137,7 +137,8 @@ def _judge_script(text: str, plain: str, run: ClusterJob) -> None:
     rest = text.replace(line, "").replace(f"--job-name={run.name} ", "--job-name= ")
     rest = rest.replace(f"--output={run.name}-%j.log", "--output=")
     if run.options.image:
-        rest = rest.replace(f" {container_options(run.options.image, run.options.mounts)}", "", 1)
+        rest = rest.replace(f" {container_options(run.options.image, container_mounts(run))}", "", 1)
+        rest = re.sub(rf"\nsrun mkdir -p {re.escape(graph_folder(run))} .*", "", rest)
     expected = re.sub(r"--output=\S+", "--output=", re.sub(r"--job-name=\S+ ", "--job-name= ", plain))
     assert rest == re.sub(r"set -- .*\n", "", expected)
 
