@@ -47,6 +47,15 @@ class AgentRendezvous:
         finally:
             timer.cancel()
 
+    def await_host(self) -> None:
+        """Wait until the machine of the store answers for the first time; it may start later, and may compile first.
+
+        The wait for a name that does not resolve is torch's, which is shorter.
+        """
+        with suppress(OSError), self.announce_wait():
+            socket.getaddrinfo(self.host, self.port)
+            self.await_store(time.monotonic() + self.patience_s)
+
     def await_store(self, limit: float) -> bool:
         """Wait until the machine of the store answers again; return False if it does not answer before the limit.
 
@@ -60,10 +69,15 @@ class AgentRendezvous:
         return False
 
 
+MISSING = "not all machines came in time"
+"""Reason of a failed rendezvous whose error has no text."""
+
+
 def failed_rendezvous(where: str, error: Exception) -> str:
     """Error message for agents that cannot connect to each other, with the reason and a remedy."""
+    reason = reasons(error) or MISSING
     return (
-        f"the agents of the run do not meet at {where}: {reasons(error)}. The address must be that of one of the "
+        f"the agents of the run do not meet at {where}: {reason}. The address must be that of one of the "
         "machines, reachable from all others, with a port that no other program uses and no firewall blocks; start the "
         "same command on all machines, and use --rdzv-endpoint NAME:PORT with another port if this port is in use"
     )

@@ -43,13 +43,13 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
+from torch.distributed.elastic.rendezvous import utils
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousError,
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
-from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
 from torch.distributed.launcher import api
 
 from nxtrain.common.distributed.failures import FirstFailure
@@ -421,9 +421,11 @@ def _run(options: Namespace) -> int | None:
 def _configure(options: Namespace) -> None:
     """Read the agent's settings from the run's configuration; programs other than nxtrain get the defaults."""
     if options.rdzv_backend == "c10d" and not options.standalone:
-        host, port = parse_rendezvous_endpoint(options.rdzv_endpoint, default_port=PORT)
-        patience_s = _parse_rendezvous_config(options.rdzv_conf).get("join_timeout", AgentRendezvous.patience_s)
-        Agent.meeting = AgentRendezvous(host, port, float(patience_s))
+        host, port = utils.parse_rendezvous_endpoint(options.rdzv_endpoint, default_port=PORT)
+        conf = utils._parse_rendezvous_config(options.rdzv_conf)
+        Agent.meeting = AgentRendezvous(host, port, float(conf.get("join_timeout", AgentRendezvous.patience_s)))
+        if conf.get("is_host", str(utils._matches_machine_hostname(host))).lower() in {"false", "0"}:
+            Agent.meeting.await_host()
     arguments = options.training_script_args
     if not (options.module and options.training_script == "nxtrain" and arguments[:1] == ["train"]):
         return

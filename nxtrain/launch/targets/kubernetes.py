@@ -37,14 +37,22 @@ RESTARTS = 100
 CACHE = "/var/tmp/neuron-compile-cache"
 """Folder of compiled graphs on the node's disk, used if compile.cache_dir would be on the shared file system."""
 
+WAIT_S = 86_400
+"""Seconds that pods wait for each other: machines for them may be new, and images of gigabytes are copied first."""
+
 _ENTRY = """\
-for step in {steps}; do
+{meet}for step in {steps}; do
     {start}nxtrain $step "$@" & pid=$!
     trap 'kill -{signal} $pid' TERM    # Kubernetes signals this shell alone{reason}
     wait $pid; code=$?
     while kill -0 $pid 2>/dev/null; do wait $pid; code=$?; done    # a trap ends a wait early
     [ $code = 0 ] || break
 done
+"""
+
+_MEET = """\
+trap 'exit 143' TERM
+until getent hosts {first_node} >/dev/null; do sleep 2 & wait $!; done    # the first pod may start later
 """
 
 _MPIRUN = "mpirun --allow-run-as-root -np {nodes} --map-by ppr:1:node --bind-to none -x PATH "
@@ -116,7 +124,7 @@ def mpi_job(job: ClusterJob) -> Manifest:
                 "name": _CONTAINER,
                 "image": job.image,
                 "workingDir": SHARED,
-                "command": _command(job, "Never", start),
+                "command": _command(job, "Never", start=start),
                 "args": arguments,
                 "volumeMounts": container["volumeMounts"][:2],
             }
@@ -125,6 +133,7 @@ def mpi_job(job: ClusterJob) -> Manifest:
         "terminationGracePeriodSeconds": worker["terminationGracePeriodSeconds"],
     }
     container["command"] = ["/usr/sbin/sshd", "-De"]
+    container.pop("env", None)  # mpirun starts all agents at once
     spec = {
         "slotsPerWorker": 1,
         "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": _restarts(job)},
@@ -189,11 +198,13 @@ def _first_worker(job: ClusterJob) -> str:
     return f"{job.name}-worker-0"
 
 
-def _command(job: ClusterJob, restart_policy: str, start: str = "") -> list[str]:
-    signal, reason = "TERM", ""
+def _command(job: ClusterJob, restart_policy: str, *, first_node: str = "", start: str = "") -> list[str]:
+    signal, reason, meet = "TERM", "", ""
     if start:
         signal, reason = "USR1", ", and mpirun kills all ranks a second after TERM"
-    script = _ENTRY.format(steps=" ".join(job.steps), start=start, signal=signal, reason=reason)
+    if first_node:
+        meet = _MEET.format(first_node=first_node)
+    script = _ENTRY.format(meet=meet, steps=" ".join(job.steps), start=start, signal=signal, reason=reason)
     if restart_policy == "ExitCode":
         script += _FROM_128
     return ["bash", "-c", literal(f"{script}exit $code\n"), "nxtrain"]
@@ -220,15 +231,18 @@ def _pod(job: ClusterJob, first_node: str, restart_policy: str) -> Manifest:
             arguments.append(f"compile.cache_dir={folder}")
         mounts.append({"name": "graphs", "mountPath": folder})
         volumes.append({"name": "graphs", "hostPath": {"path": folder, "type": "DirectoryOrCreate"}})
+    is_one_of_many = job.nodes > 1
     container: Manifest = {
         "name": _CONTAINER,
         "image": job.image,
         "workingDir": SHARED,
-        "command": _command(job, restart_policy),
+        "command": _command(job, restart_policy, first_node=first_node if is_one_of_many else ""),
         "args": [literal(argument) for argument in arguments],
         "resources": _resources(job),
         "volumeMounts": mounts,
     }
+    if is_one_of_many:
+        container["env"] = [{"name": "PET_RDZV_CONF", "value": f"join_timeout={WAIT_S}"}]  # an option of torchrun
     if job.machine.efa_devices:
         container["securityContext"] = {"capabilities": {"add": ["IPC_LOCK"]}}  # pinned memory for EFA
     pod: Manifest = {"containers": [container], "volumes": volumes}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 import time
 from typing import Any
 
 import pytest
 
 from nxtrain.launch import agent_rendezvous
-from nxtrain.launch.agent_rendezvous import AgentRendezvous, reasons, unreachable
+from nxtrain.launch.agent_rendezvous import AgentRendezvous, failed_rendezvous, reasons, unreachable
 
 
 def test_a_machine_that_is_back_ends_the_wait_and_one_that_is_not_its_limit() -> None:
@@ -21,6 +22,26 @@ def test_a_machine_that_is_back_ends_the_wait_and_one_that_is_not_its_limit() ->
     begin = time.monotonic()
     assert not rendezvous.await_store(begin + 0.1)
     assert time.monotonic() - begin < 3.0
+
+
+def test_a_host_that_starts_later_is_waited_for_and_an_unknown_name_is_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    rendezvous = AgentRendezvous("127.0.0.1", port, patience_s=60.0)
+    servers: list[socket.socket] = []
+    timer = threading.Timer(0.3, lambda: servers.append(socket.create_server(("127.0.0.1", port))))
+    timer.start()
+    begin = time.monotonic()
+    rendezvous.await_host()
+    assert servers
+    servers[0].close()
+    AgentRendezvous("nobody.invalid", port, patience_s=60.0).await_host()
+    AgentRendezvous("127.0.0.1", port, patience_s=0.1).await_host()
+    assert time.monotonic() - begin < 10.0
+
+
+def test_machines_that_do_not_come_are_the_reason_of_an_error_without_text() -> None:
+    assert "do not meet at n1:1: not all machines came in time. " in failed_rendezvous("n1:1", TimeoutError())
 
 
 def test_nobody_is_waited_for_without_other_machines() -> None:

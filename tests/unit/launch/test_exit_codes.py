@@ -98,6 +98,7 @@ def test_slurms_script_queues_the_job_again_after_what_a_restart_may_mend(tmp_pa
 def test_pods_of_a_pytorchjob_end_with_a_code_that_the_operator_restarts(tmp_path: Path) -> None:
     """Code from 128 on; source: kubeflow/training-operator v1.9, pkg/util/train/train_util.go, IsRetryableExitCode."""
     program(tmp_path, "nxtrain", SRUN)
+    program(tmp_path, "getent", "#!/bin/bash\n")
     script = entry("pytorchjob.yaml")[2]
 
     @settings(max_examples=30)

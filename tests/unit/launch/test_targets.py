@@ -19,6 +19,8 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import run
+from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
 from nxtrain.cli import launch as launch_command
 from nxtrain.common.errors import ConfigError
@@ -298,10 +300,16 @@ exit $code
 """Open MPI 4.1: its agents have the PATH of sshd, it passes SIGUSR1 on, and kills ranks a second after SIGTERM."""
 
 
+GETENT = """#!/bin/bash
+[ -e known ] || { echo "$@" >>asked; touch known; exit 2; }
+"""
+"""Name service that knows the first pod from the second call on."""
+
+
 @pytest.fixture
 def pod(tmp_path: Path) -> Path:
-    """Folder with a program `nxtrain` that records its calls, and a stand-in for `mpirun`."""
-    for name, text in {"nxtrain": NXTRAIN, "mpirun": MPIRUN}.items():
+    """Folder with a program `nxtrain` that records its calls, and stand-ins for `mpirun` and the name service."""
+    for name, text in {"nxtrain": NXTRAIN, "mpirun": MPIRUN, "getent": GETENT}.items():
         program = tmp_path / name
         program.write_text(text, encoding="ascii")
         program.chmod(0o755)
@@ -337,6 +345,29 @@ def test_a_pod_compiles_before_it_runs_and_ends_with_a_code_for_its_operator(
     assert done.returncode == expected, done.stderr
     calls = ["compile run.toml a b", "launch run.toml a b"]
     assert (pod / "calls").read_text().splitlines() == calls[: 1 if failing == "compile" else 2]
+
+
+@pytest.mark.parametrize("kind", ["pytorchjob.yaml", "jobset.yaml"])
+def test_a_pod_waits_for_the_machine_of_the_first(pod: Path, kind: str) -> None:
+    """An agent that cannot connect ends with 5 after minutes, on which the operator gives the job up."""
+    text = kubernetes.render(job())[kind]
+    (name,) = set(re.findall(r"--first-node=(.*):29500", text))
+    done = in_bash(*entry(kind)[2:], "run.toml", folder=pod)
+    assert done.returncode == 0, done.stderr
+    assert (pod / "asked").read_text().splitlines() == [f"hosts {name}"]
+    assert (pod / "calls").read_text().splitlines() == ["compile run.toml", "launch run.toml"]
+    alone = kubernetes.render(job("cluster.nodes=1", "parallel.dp=4"))[kind]
+    assert "getent" not in alone
+    assert "PET_RDZV_CONF" not in alone
+
+
+def test_agents_of_pods_wait_for_each_other_for_a_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = yaml.safe_load(list(kubernetes.render(job())["pytorchjob.yaml"].split("\n---\n"))[1])["spec"]
+    (container,) = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    for variable in container["env"]:
+        monkeypatch.setenv(variable["name"], variable["value"])
+    options = run.parse_args(["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=n1:29500", "train.py"])
+    assert _parse_rendezvous_config(options.rdzv_conf) == {"join_timeout": "86400"}
 
 
 @pytest.mark.parametrize(("kind", "code"), [("pytorchjob.yaml", 75 + 128), ("jobset.yaml", 75), ("mpijob.yaml", 75)])
