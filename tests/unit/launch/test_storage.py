@@ -1,4 +1,4 @@
-"""Containers of Slurm, permissions for buckets, and sizes of shared storage."""
+"""Containers and steps of Slurm jobs, permissions for buckets, and sizes of shared storage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nxtrain.common.errors import ConfigError
 from nxtrain.launch.targets import clusters, storage
 from nxtrain.launch.targets.job import LaunchOptions
 from nxtrain.launch.targets.render import RENDERERS
-from nxtrain.launch.targets.slurm import container_options, enroot_uri
+from nxtrain.launch.targets.slurm import container_options, enroot_uri, render_generic
 from tests.support.launch_cases import CASES
 from tests.unit.launch.test_targets import NASTY, in_bash, job
 
@@ -59,6 +59,24 @@ def test_a_job_runs_in_a_container_only_if_asked() -> None:
     (line,) = [line for line in text.splitlines() if line.strip().startswith("srun")]
     assert "--container-mounts=$PWD:$PWD,/fsx:/fsx" in shlex.split(line)
     assert "container" not in "".join(CASES["slurm"].files().values())
+
+
+def test_slurm_waits_for_the_compilers_of_all_nodes(tmp_path: Path) -> None:
+    """After the end of one node, srun kills the tasks of others within --wait seconds; 0 is no limit."""
+    for name, text in {"srun": 'echo "$@" >>calls', "scontrol": "echo n1"}.items():
+        program = tmp_path / name
+        program.write_text(f"#!/bin/bash\n{text}\n", encoding="ascii")
+        program.chmod(0o755)
+    for script in (RENDERERS["slurm"](job())["train.sbatch"], render_generic()):
+        (tmp_path / "calls").unlink(missing_ok=True)
+        environ = {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "n1", "NXTRAIN_STEPS": "compile launch"}
+        done = in_bash(script, folder=tmp_path, **environ)
+        assert done.returncode == 0, done.stderr
+        calls = (tmp_path / "calls").read_text(encoding="ascii").splitlines()
+        assert [line.split()[:3] for line in calls] == [
+            ["--wait=0", "nxtrain", "compile"],
+            ["--wait=60", "nxtrain", "launch"],
+        ]
 
 
 @pytest.mark.parametrize(("cache", "mounted"), [("/nvme/graphs", "/nvme/graphs"), ("compile_cache/{host}", "")])

@@ -31,7 +31,6 @@ from nxtrain.config.tables import toml_value
 from nxtrain.launch.targets import kubernetes
 from nxtrain.launch.targets.job import CONFIG_FILE, ClusterJob, LaunchOptions, resolve_job
 from nxtrain.launch.targets.render import RENDERERS
-from nxtrain.launch.targets.slurm import render_generic
 from nxtrain.launch.targets.yaml_text import dump_yaml
 from tests.support import ROOT
 from tests.support.launch_cases import CASES, GOLDEN, all_files, local_command
@@ -201,24 +200,6 @@ def test_slurms_script_has_arguments_as_they_were_given(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
 
     check()
-
-
-def test_slurm_waits_for_the_compilers_of_all_nodes(tmp_path: Path) -> None:
-    """After the end of one node, srun kills the tasks of others within --wait seconds; 0 is no limit."""
-    for name, text in {"srun": 'echo "$@" >>calls', "scontrol": "echo n1"}.items():
-        program = tmp_path / name
-        program.write_text(f"#!/bin/bash\n{text}\n", encoding="ascii")
-        program.chmod(0o755)
-    for script in (RENDERERS["slurm"](job())["train.sbatch"], render_generic()):
-        (tmp_path / "calls").unlink(missing_ok=True)
-        environ = {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "n1", "NXTRAIN_STEPS": "compile launch"}
-        done = in_bash(script, folder=tmp_path, **environ)
-        assert done.returncode == 0, done.stderr
-        calls = (tmp_path / "calls").read_text(encoding="ascii").splitlines()
-        assert [line.split()[:3] for line in calls] == [
-            ["--wait=0", "nxtrain", "compile"],
-            ["--wait=60", "nxtrain", "launch"],
-        ]
 
 
 @settings(max_examples=40)
