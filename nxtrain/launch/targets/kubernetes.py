@@ -199,7 +199,8 @@ def _first_worker(job: ClusterJob) -> str:
 
 
 def _command(job: ClusterJob, restart_policy: str, *, first_node: str = "", start: str = "") -> list[str]:
-    signal, reason, meet = "TERM", "", ""
+    signal, reason = "TERM", ""
+    meet = ""
     if start:
         signal, reason = "USR1", ", and mpirun kills all ranks a second after TERM"
     if first_node:
