@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,14 @@ def _of_small_models() -> None:
     vars(optim)["SHAPE"] = SMALL
 
 
+def assert_has_shared_keys(result: Mapping[str, Any], expected: Mapping[str, float], rounds: int) -> None:
+    """Scripts read the machine, rows and ratios of every benchmark that compares implementations."""
+    assert result["machine"]["cores"] > 0
+    assert {row["name"]: row["value"] for row in result["rows"]} == pytest.approx(expected)
+    assert all(row["unit"] and len(row["rounds"]) == rounds for row in result["rows"])
+    assert set(result["ratios"]) <= set(expected)
+
+
 def test_bench_optim_measures_every_rule_and_counts_its_bytes(tmp_path: Path) -> None:
     """A small model has the same types, and so the same bytes per parameter."""
     argv = ("bench", "optim", "--layers", "1", "--rounds", "1", "--json")
@@ -225,6 +234,8 @@ def test_bench_optim_measures_every_rule_and_counts_its_bytes(tmp_path: Path) ->
     result = json.loads(output)  # a library prints no line of its own
     assert result["num_params"] < 1_000_000
     rules = result["rules"]
+    assert_has_shared_keys(result, {name: rule["ns_per_param"] for name, rule in rules.items()}, rounds=1)
+    assert result["ratios"] == {name: rule["ratio"] for name, rule in rules.items()}
     assert all(rule["ns_per_param"] > 0 and rule["ratio"] > 0 for rule in rules.values())
     assert {name: round(rule["bytes_per_param"]) for name, rule in rules.items()} == {
         "torch.optim.AdamW(fused=True)": 12,
@@ -338,6 +349,7 @@ def test_a_checkpoint_is_measured_beside_the_disk_and_leaves_nothing(
     assert result["mib"] == 24, "two tensors of each kind"
     assert [size >> 20 for size in written] == [24, 24]
     results = result["results"]
+    assert_has_shared_keys(result, {name: row["gib_per_s"] for name, row in results.items()}, rounds=1)
     assert set(results) == {COPY, STALL, DISK_WRITE, DISK_READ, *FLOORS}
     for name, row in results.items():
         floor = results[FLOORS.get(name, name)]["gib_per_s"]

@@ -116,14 +116,21 @@ def bench_optim(  # 6 arguments: one for each option
     clocks = clocks_of(backend)
     sides = {side: timed(update, clocks, backend) for side, update in updates.items()}
     seconds = harness.take_turns(sides, rounds, warm_up=WARMUP_ROUNDS)
+    rules = summarize(seconds, num_params, bytes_per_param, peer)
     result: dict[str, Any] = {
+        "machine": harness.machine(),
         "num_params": num_params,
         "threads": torch.get_num_threads(),
         "rounds": rounds,
         "backend": device,
         "devices": devices,
         "clock": "device" if clocks.has_events else "cpu",
-        "rules": summarize(seconds, num_params, bytes_per_param, peer),
+        "rows": [
+            harness.row(rule, "ns/parameter", [turn / num_params * 1e9 for turn in turns])
+            for rule, turns in seconds.items()
+        ],
+        "ratios": {rule: figures["ratio"] for rule, figures in rules.items()},
+        "rules": rules,
     }
     harness.present(result, lambda: [_table(result, peer)], as_json=as_json, of_machine=False)
     backend.close()
