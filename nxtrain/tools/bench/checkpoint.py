@@ -74,11 +74,14 @@ def bench_checkpoint(*, folder: Path, mib: int, rounds: int, check: bool, as_jso
         shutil.rmtree(scratch)
     result = summarize(seconds, mib)
     missed = {name: TARGETS[name] for name in TARGETS if result[name]["share"] < TARGETS[name]}
+    rows = []
+    for name, turns in seconds.items():
+        rows.append(harness.row(name, "GiB/s", [mib / 1024 / turn for turn in turns]))
     document = {
         "machine": harness.machine(),
         "mib": mib,
         "rounds": rounds,
-        "rows": [harness.row(name, "GiB/s", [mib / 1024 / turn for turn in turns]) for name, turns in seconds.items()],
+        "rows": rows,
         "ratios": {name: figures["share"] for name, figures in result.items()},
         "results": result,
         "missed": missed,

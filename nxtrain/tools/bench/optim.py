@@ -117,6 +117,9 @@ def bench_optim(  # 6 arguments: one for each option
     sides = {side: timed(update, clocks, backend) for side, update in updates.items()}
     seconds = harness.take_turns(sides, rounds, warm_up=WARMUP_ROUNDS)
     rules = summarize(seconds, num_params, bytes_per_param, peer)
+    rows = []
+    for rule, turns in seconds.items():
+        rows.append(harness.row(rule, "ns/parameter", [turn / num_params * 1e9 for turn in turns]))
     result: dict[str, Any] = {
         "machine": harness.machine(),
         "num_params": num_params,
@@ -125,10 +128,7 @@ def bench_optim(  # 6 arguments: one for each option
         "backend": device,
         "devices": devices,
         "clock": "device" if clocks.has_events else "cpu",
-        "rows": [
-            harness.row(rule, "ns/parameter", [turn / num_params * 1e9 for turn in turns])
-            for rule, turns in seconds.items()
-        ],
+        "rows": rows,
         "ratios": {rule: figures["ratio"] for rule, figures in rules.items()},
         "rules": rules,
     }
