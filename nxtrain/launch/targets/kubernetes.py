@@ -83,13 +83,14 @@ def render(job: ClusterJob) -> dict[str, str]:
 def render_hyperpod(job: ClusterJob) -> dict[str, str]:
     """Render the manifest for HyperPod on EKS, which replaces a broken node and restarts the pods."""
     manifest = pytorch_job(job)
+    manifest["spec"]["runPolicy"]["backoffLimit"] = _restarts(job) * job.nodes  # counts the restarts of all pods
     manifest["metadata"]["annotations"] = {
         "sagemaker.amazonaws.com/enable-job-auto-resume": "true",
         "sagemaker.amazonaws.com/job-max-retry-count": str(_restarts(job)),
     }
     worker = manifest["spec"]["pytorchReplicaSpecs"]["Worker"]
     worker["restartPolicy"] = "OnFailure"  # auto-resume supports no other kind
-    worker["template"]["spec"] |= _pod(job, _first_worker(job), "OnFailure")
+    worker["template"]["spec"] |= _worker(job, "OnFailure")
     selector = {"sagemaker.amazonaws.com/node-health-status": "Schedulable"}
     if job.machine.name:
         selector["node.kubernetes.io/instance-type"] = f"ml.{job.machine.name}"
@@ -107,7 +108,7 @@ def pytorch_job(job: ClusterJob) -> Manifest:
             "maxReplicas": job.nodes,
             "maxRestarts": _restarts(job),
         }
-    template = {"spec": _pod(job, _first_worker(job), "ExitCode")}
+    template = {"spec": _worker(job, "ExitCode")}
     worker = {"replicas": job.nodes, "restartPolicy": "ExitCode", "template": template}
     return _manifest("kubeflow.org/v1", "PyTorchJob", job, {**spec, "pytorchReplicaSpecs": {"Worker": worker}})
 
@@ -194,8 +195,15 @@ def _restarts(job: ClusterJob) -> int:
     return job.config.recovery.max_restarts or RESTARTS
 
 
-def _first_worker(job: ClusterJob) -> str:
-    return f"{job.name}-worker-0"
+def _worker(job: ClusterJob, restart_policy: str) -> Manifest:
+    """Pod of a PyTorchJob, which restarts alone.
+
+    All pods extract graphs together. So after the loss of one, the others end too, in place of a wait for its ranks.
+    """
+    pod = _pod(job, f"{job.name}-worker-0", restart_policy)
+    if "compile" in job.steps and job.nodes > 1:
+        pod["containers"][0]["args"].append("recovery.max_restarts=0")
+    return pod
 
 
 def _command(job: ClusterJob, restart_policy: str, *, first_node: str = "", start: str = "") -> list[str]:

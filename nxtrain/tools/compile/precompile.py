@@ -88,7 +88,7 @@ def precompile(
     if command.plan is None or command.problems:
         raise ConfigError(command.problems)
     config, plan = loaded.config, command.plan
-    command = replace(command, variables=(*command.variables, *mode))
+    command = replace(command, argv=apart_from_runs(command.argv), variables=(*command.variables, *mode))
     num_ranks = ranks_per_node(config, nproc)
     memory = host_memory()
     num_workers = workers or memory.num_compilers
@@ -123,6 +123,11 @@ def precompile(
     print_line(
         f"all {graphs} are in {cache}, {num_new} of them new, after {time.monotonic() - began:.0f} s; see {file}"
     )
+
+
+def apart_from_runs(argv: Sequence[str]) -> tuple[str, ...]:
+    """Command line of the agent, with a rendezvous of its own: ranks of a run would wait for those that extract."""
+    return tuple(f"{word}-compile" if word.startswith("--rdzv-id=") else word for word in argv)
 
 
 def _manifests(config: RunConfig, num_ranks: int) -> list[str]:

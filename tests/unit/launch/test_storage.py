@@ -132,6 +132,23 @@ def test_sizes_are_those_of_fsx(size: int, fits: bool) -> None:
     assert (storage.check_storage(size) == []) == fits
 
 
+def test_pods_that_restart_alone_leave_the_restart_to_the_operator() -> None:
+    """They extract graphs together, and a new pod would wait for pods whose agents wait for its ranks."""
+    for target, file, is_alone in (
+        ("kubernetes", "pytorchjob.yaml", True),
+        ("hyperpod", "pytorchjob.yaml", True),
+        ("kubernetes", "jobset.yaml", False),
+        ("kubernetes", "mpijob.yaml", False),
+    ):
+        for nodes in (1, 4):
+            text = RENDERERS[target](job(f"cluster.nodes={nodes}", f"parallel.dp={4 * nodes}"))[file]
+            assert ("- recovery.max_restarts=0" in text.replace('"', "")) == (is_alone and nodes > 1), file
+    gpu = CASES["kubernetes_elastic"].files()["pytorchjob.yaml"]
+    assert "max_restarts=0" not in gpu
+    _, manifest = yaml.safe_load_all(RENDERERS["hyperpod"](job())["pytorchjob.yaml"])
+    assert manifest["spec"]["runPolicy"]["backoffLimit"] == 4 * 100, "the operator adds the restarts of all pods"
+
+
 def test_nodes_of_a_parallelcluster_have_drivers_and_lie_behind_a_gateway() -> None:
     """ParallelCluster's images have drivers of GPUs alone; nodes with several network cards get no public address."""
     for name, has_driver in (("parallelcluster_gpu", True), ("slurm", False)):

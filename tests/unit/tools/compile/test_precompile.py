@@ -60,6 +60,17 @@ def test_of_several_nodes_all_meet_at_one() -> None:
     assert " --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node7:29500 " in out
 
 
+def test_machines_that_extract_graphs_do_not_join_those_of_a_run() -> None:
+    """A machine that compiles again would make one world with machines that train, and all would hang."""
+    cluster = ("cluster.instance=trn1.32xlarge", "cluster.nodes=2", "parallel.dp=2", "train.micro_batch=1")
+    args = (str(TINY), "backend.name=neuron", *cluster, "run.name=x", "--first-node", "node7", "--dry-run")
+    ids = []
+    for command in ("launch", "compile"):
+        _, out, _ = commands.in_process(command, *args)
+        ids += [word for word in shlex.split(out.splitlines()[-1]) if word.startswith("--rdzv-id=")]
+    assert ids == ["--rdzv-id=x", "--rdzv-id=x-compile"]
+
+
 def test_the_others_may_meet_at_a_port_of_their_own() -> None:
     cluster = ("cluster.instance=trn1.32xlarge", "cluster.nodes=2", "parallel.dp=2", "train.micro_batch=1")
     args = (str(TINY), "backend.name=neuron", *cluster, "--first-node", "node7:4000", "--dry-run")
