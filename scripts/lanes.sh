@@ -40,7 +40,11 @@ lint() {
     local code=0
     "$venv/bin/ruff" check . || code=1
     "$venv/bin/ruff" format --check . || code=1
-    "$venv/bin/mypy" || code=1
+    if [ -z "$NXTRAIN_TORCH" ]; then
+        "$venv/bin/mypy" || code=1
+    else
+        say "without mypy: the annotations are checked with the types of torch 2.9, which other releases change"
+    fi
     "$venv/bin/lint-imports" --no-logo || code=1
     return $code
 }

@@ -160,6 +160,17 @@ def test_lint_runs_behind_and_is_judged_when_it_has_ended(house: Path) -> None:
         assert done.stdout.index("an error of types") < done.stdout.index("FAILED")
 
 
+def test_lint_on_another_torch_leaves_out_its_types(house: Path) -> None:
+    """The types of torch 2.15 refuse annotations that torch 2.9 needs."""
+    (house / ".venv").rename(house / ".venv-torch-2.13.0")
+    ready = 'source scripts/setup.sh; venv=.venv-torch-2.13.0 packages=".[dev] torch==2.13.0 $TRL"'
+    subprocess.run(["bash", "-c", f"{ready}; fingerprint >$venv/nxtrain-setup"], cwd=house, check=True)
+    (house / ".venv-torch-2.13.0" / "bin" / "mypy").write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
+    done = run(house, "lint", "--torch", "2.13.0")
+    assert (verdicts(done), done.returncode) == ({"lint": "passed"}, 0), done.stdout + done.stderr
+    assert "without mypy" in (done.stdout + done.stderr)
+
+
 def test_an_interrupt_ends_everything(house: Path) -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # as in a terminal, whatever ignores it here
     script = subprocess.Popen(
