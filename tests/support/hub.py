@@ -110,7 +110,7 @@ def serving() -> Iterator[Hub]:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A server, to which the client of this process and of those that it starts turns; its cache is empty."""
-    from huggingface_hub import constants
+    from huggingface_hub import constants, file_download
 
     with serving() as hub:
         home = tmp_path / "of-the-hub"
@@ -118,6 +118,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", _template(hub.endpoint))
+        if hasattr(file_download, "HUGGINGFACE_CO_URL_TEMPLATE"):  # a copy, before huggingface-hub 1
+            monkeypatch.setattr(file_download, "HUGGINGFACE_CO_URL_TEMPLATE", _template(hub.endpoint))
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

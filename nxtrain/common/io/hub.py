@@ -37,9 +37,6 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 _TRANSPORTS = frozenset({"httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3"})
 """HTTP packages that some release of the Hub's client uses; the client raises their errors."""
 
-_ERROR_NUMBER = re.compile(r"\[Errno -?\d+\] ?")
-"""Number of a system error in the messages of HTTP packages, before the error's text."""
-
 _TIMEOUT_S = 30.0
 """Timeout in seconds of a request for information on a repository."""
 
@@ -275,10 +272,9 @@ class HubName:
             return StorageError(f"a file cannot be written while {self} downloads: {error.strerror}; {way_out}; {kept}")
         is_network = isinstance(error, errors.HfHubHTTPError | errors.LocalEntryNotFoundError | ConnectionError)
         if is_network or type(error).__module__.partition(".")[0] in _TRANSPORTS or status in _BUSY:
-            reason = _ERROR_NUMBER.sub("", str(error).strip().partition("\n")[0]) or type(error).__name__
             return StorageError(
-                f"the Hub does not send {self} from {constants.ENDPOINT}: {reason}; start again when it answers, or "
-                "set HF_HUB_OFFLINE=1 to take the files of the cache"
+                f"the Hub does not send {self} from {constants.ENDPOINT}: {_reason(error)}; start again when it "
+                "answers, or set HF_HUB_OFFLINE=1 to take the files of the cache"
             )
         if isinstance(error, OSError):
             return refused(error)
@@ -286,6 +282,19 @@ class HubName:
 
     def _refusal(self, reason: str, hint: str) -> ConfigError:
         return ConfigError([Problem("", reason, hint=hint)])
+
+
+def _reason(error: Exception) -> str:
+    """Text of the system error below a network error; without one, the first line of the network error.
+
+    The messages of HTTP packages contain objects, addresses in memory, and other messages.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def model_named(text: str) -> HubName | None:
