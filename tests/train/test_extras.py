@@ -175,9 +175,11 @@ SUBSET = (
     "tests/unit/data/test_tokenization.py",
     "tests/unit/data/test_seal.py",
     "tests/unit/data/test_prepared_corpus.py",
+    "tests/unit/data/test_bucket_sources.py",
+    "tests/unit/common/io/test_hub.py",
     "tests/unit/checkpoint/convert/test_hf_folder.py",
 )
-"""Tests of the code that calls pydantic, typer, rich, boto3, tensorboard, tokenizers, xxhash, pyarrow and numpy."""
+"""Tests of the code that calls pydantic, typer, rich, boto3, tensorboard, tokenizers, xxhash, pyarrow, numpy and hub."""
 
 
 @needs_uv

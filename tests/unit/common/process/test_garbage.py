@@ -68,7 +68,7 @@ JOB = dict.fromkeys(("config", "overrides", "world", "ranks", "steps", "hlo", "l
 
 PACKAGES = {"annotated_doc", "annotated_types", "cython_runtime", "nxtrain", "nxtrain_models", "numpy", "pydantic"}
 PACKAGES |= {"pydantic_core", "rich", "safetensors", "shellingham", "tokenizers", "torch", "typer", "typing_extensions"}
-PACKAGES |= {"typing_inspection", "xxhash"}
+PACKAGES |= {"attr", "typing_inspection", "xxhash"}  # rich 13 imports attr where it is installed
 """Packages that a run imports beside torch's own, without TensorBoard and without checkpoints."""
 
 MOST_MODULES = 700
