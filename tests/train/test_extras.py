@@ -179,7 +179,7 @@ SUBSET = (
     "tests/unit/common/io/test_hub.py",
     "tests/unit/checkpoint/convert/test_hf_folder.py",
 )
-"""Tests of the code that calls pydantic, typer, rich, boto3, tensorboard, tokenizers, xxhash, pyarrow, numpy and hub."""
+"""Tests of the code that calls pydantic, typer, rich, boto3, tensorboard, tokenizers, numpy, pyarrow, xxhash, Hub."""
 
 
 @needs_uv

@@ -90,7 +90,7 @@ class PreparedCorpus:
         self._has_sections = CONTINUES in schemas[0].names
         self.dtype: np.dtype[Any] = np.dtype(np.uint8)
         if self.is_ids:
-            self.dtype = np.dtype(kind.value_type.to_pandas_dtype())
+            self.dtype = np.dtype(str(kind.value_type))  # to_pandas_dtype of pyarrow 18 imports pandas
 
     def __len__(self) -> int:
         """Number of documents."""

@@ -323,7 +323,7 @@ def document_bytes(column: pa.Array, limit: int) -> Iterator[bytes | int | None]
 
 
 def _of_dictionary(column: pa.Array, valid: Sequence[bool], limit: int) -> Iterator[bytes | int | None]:
-    indices = _numbers(column.buffers()[1], column.type.index_type.to_pandas_dtype(), column.offset, len(column))
+    indices = _numbers(column.buffers()[1], np.dtype(str(column.type.index_type)), column.offset, len(column))
     entries = column.dictionary
     for index, is_valid in zip(indices.tolist(), valid, strict=True):
         if not is_valid:
