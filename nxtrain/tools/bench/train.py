@@ -172,13 +172,13 @@ def check_backend(backend: str, *, eager: bool = False) -> str:
     """
     from nxtrain.backends import support
 
-    supported = support(backend)
-    if not supported.ok:
-        raise BackendError(f"--backend {backend} cannot run here: {supported.reason}")
     if eager and backend in ON_XLA:
         raise BackendError(
             f"--backend {backend} compiles whole graphs, so single operations cannot be timed; use another backend"
         )
+    supported = support(backend)
+    if not supported.ok:
+        raise BackendError(f"--backend {backend} cannot run here: {supported.reason}")
     return "" if backend in ON_HOST else supported.reason
 
 
