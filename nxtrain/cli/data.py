@@ -34,7 +34,7 @@ def _path(text: str) -> Path:
 
 
 def _location(text: str) -> Location:
-    """Parse a path on this machine, or an address in object storage."""
+    """Parse a path on this machine, or an address in object storage; typer declares both as paths."""
     from nxtrain.common.io.object_store import location_of
 
     if is_bucket(text):
@@ -103,7 +103,7 @@ Only = Annotated[str, typer.Option(metavar="GLOB", help="Read only files of a fo
 @data.command(epilog="Example: nxtrain data prepare docs --only *.md --out runs/docs.arrow")
 def prepare(
     src: Annotated[
-        list[Any],  # typer before 0.29 makes a path of each value of `Path`, also of an address that a parser returned
+        list[Path],
         typer.Argument(
             metavar="SRC",
             help="Files and folders; also s3://, gs:// or az://BUCKET/PREFIX, and hf://ORG/NAME/PATTERN@REVISION.",
@@ -191,7 +191,7 @@ def prepare(
 @data.command(epilog="Example: nxtrain data inspect docs --only *.md --json")
 def inspect(
     path: Annotated[
-        Any,
+        Path,
         typer.Argument(
             metavar="PATH", help="Prepared corpus, or files that prepare reads.", show_default=False, parser=_location
         ),

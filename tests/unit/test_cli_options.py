@@ -8,13 +8,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, get_type_hints
+from typing import Annotated
 
 import pytest
 import typer
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.models import CommandInfo
 from typer.testing import CliRunner
 
 from nxtrain.cli import main
@@ -54,27 +53,9 @@ def test_what_is_no_integer_is_refused(text: str) -> None:
     assert taken(int, text, 0, 10) is None
 
 
-def registered() -> list[CommandInfo]:
-    """All commands of nxtrain."""
-    apps = [main.app, *(group.typer_instance for group in main.app.registered_groups if group.typer_instance)]
-    return [command for app in apps for command in app.registered_commands]
-
-
-def test_only_a_parser_of_paths_serves_a_parameter_that_is_a_path() -> None:
-    """typer before 0.29 makes a path of the parser's result, also of an address in object storage."""
-    results = dict[str, str]()
-    for command in registered():
-        assert command.callback is not None
-        for name, hint in get_type_hints(command.callback, include_extras=True).items():
-            parsers = [about.parser for about in getattr(hint, "__metadata__", ()) if getattr(about, "parser", None)]
-            if parsers and re.search(r"\bPath\b", str(hint.__origin__)):
-                results[f"{command.callback.__name__} {name}"] = parsers[0].__annotations__["return"]
-    assert len(results) > 10
-    assert set(results.values()) == {"Path"}, results
-
-
 def test_only_the_terminal_breaks_the_lines_of_a_paragraph_of_help() -> None:
-    helps = [command.help for command in registered()]
+    apps = [main.app, *(group.typer_instance for group in main.app.registered_groups if group.typer_instance)]
+    helps = [command.help for app in apps for command in app.registered_commands]
     assert len(helps) > 30
     assert all(text and not re.search(r"[^\n]\n[^\n]", text) for text in helps)
 
