@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import sys
 
 STARTING = 1_000_000
 """Number of new containers before the first collection of a starting process, about three times that of its imports."""
@@ -21,7 +22,7 @@ def collect_rarely() -> None:
     A program calls this before its imports.
     """
     gc.set_threshold(STARTING, *_USUAL[1:])
-    atexit.register(gc.freeze)
+    atexit.register(_skip_last_collection)
 
 
 def settle() -> None:
@@ -32,3 +33,14 @@ def settle() -> None:
     if gc.get_threshold()[0] == STARTING:
         gc.freeze()
         gc.set_threshold(*_USUAL)
+
+
+def _skip_last_collection() -> None:
+    """Exclude all objects from the collection at the end of the process; Triton's bindings need this collection.
+
+    Triton 3.9 is bound by nanobind, which prints lines about objects that outlive the interpreter.
+    """
+    if "triton" in sys.modules:
+        gc.unfreeze()
+    else:
+        gc.freeze()
