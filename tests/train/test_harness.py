@@ -301,6 +301,17 @@ def test_a_name_that_no_file_has_is_refused_without_the_registry(tasks: Path, mo
     assert "lm_eval ls tasks" in out
 
 
+def test_names_with_spaces_are_found(tasks: Path, tmp_path: Path) -> None:
+    """As `include_base_44_north macedonian`, which lm_eval 0.4.11 has."""
+    text = (tasks / "choice.yaml").read_text()
+    for number, name in enumerate(("own plain", "'own quoted'", '"own twice quoted"', "own noted  # a note")):
+        (tmp_path / f"{number}.yaml").write_text(text.replace("own_choice", name))
+    (tmp_path / "group.yaml").write_text("group: own group\ntask: [own plain, 'own quoted']\n")
+    expected = {"own plain", "own quoted", "own twice quoted", "own noted", "own group"}
+    assert expected <= {*harness._registry(tmp_path, own_only=True).all_tasks}
+    assert expected <= harness.possible_names(tmp_path)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_names_like_none_get_no_list_of_thousands(hf: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context_ids = [f"zz{number}" for number in range(5000)]

@@ -130,7 +130,7 @@ _NAME = re.compile(r"[^\s,\[\]{}\"']+")
 
 
 def possible_names(folder: Path | None) -> frozenset[str]:
-    """Superset of the names of all tasks, groups and tags: words of the tasks' files.
+    """Superset of the names of all tasks, groups and tags: words of the tasks' files, and words between two commas.
 
     The registry parses these files, which takes ten times as long. A name that is not in this set is in no registry.
     """
@@ -146,6 +146,8 @@ def possible_names(folder: Path | None) -> frozenset[str]:
             if file.suffix in {"", ".yaml", ".yml"} and file.is_file():  # templates have no suffix
                 for line in _NAMING.findall(file.read_text(encoding="utf-8", errors="replace")):
                     names.update(_NAME.findall(line))
+                    parts = line.partition(" #")[0].split(",")
+                    names.update(part.strip(" \t[]{}\"'") for part in parts)  # names may have spaces
     return frozenset(names)
 
 
