@@ -109,7 +109,7 @@ def verify_export(checkpoint: Location, folder: Path, backend: Backend) -> Agree
     _, config = meta.model()
     length = min(_TOKENS, config.longest_sequence[1])
     tokens = torch.randint(0, config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    theirs = _scores_of_transformers(folder, tokens, getattr(torch, meta.dtype))
+    theirs = _scores_of_transformers(meta.family, folder, tokens, getattr(torch, meta.dtype))
     with torch.no_grad():
         ours = open_model(checkpoint, backend, length).logits(backend.put(tokens)).cpu().float()
     difference = float((ours - theirs).abs().max())
@@ -118,7 +118,7 @@ def verify_export(checkpoint: Location, folder: Path, backend: Backend) -> Agree
         if not difference <= EXACT:
             raise CheckpointError(f"{summary}, more than {EXACT:g}; do not use this export")
         return Agreement(difference)
-    exact = _scores_of_transformers(folder, tokens, torch.float32)
+    exact = _scores_of_transformers(meta.family, folder, tokens, torch.float32)
     # Root mean square error of each token's scores.
     errors, peer_errors = ((scores - exact).square().mean(-1).sqrt().flatten() for scores in (ours, theirs))
     # Also false for NaN.
@@ -131,15 +131,27 @@ def verify_export(checkpoint: Location, folder: Path, backend: Backend) -> Agree
     return Agreement(difference, _mean(errors) / max(_mean(peer_errors), torch.finfo(torch.float32).tiny))
 
 
-def _scores_of_transformers(folder: Path, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+def of_type(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Keyword argument of transformers for the type of a model's weights, `torch_dtype` before transformers 4.56."""
+    from transformers import PretrainedConfig
+
+    return {"dtype" if hasattr(PretrainedConfig(), "dtype") else "torch_dtype": dtype}
+
+
+def _scores_of_transformers(family: str, folder: Path, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     try:
-        from transformers import AutoModelForCausalLM
+        import transformers
         from transformers.utils.logging import disable_progress_bar
     except ImportError as error:
         raise CheckpointError("--verify needs transformers: pip install transformers") from error
+    if family not in transformers.CONFIG_MAPPING:
+        raise CheckpointError(
+            f"--verify: transformers {transformers.__version__} has no {family}; "
+            f"compare {folder} in an environment with a newer one"
+        )
     disable_progress_bar()  # transformers shows one for each tensor that it reads
     with torch.no_grad(), _without_device_choice():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **of_type(dtype))
         if hasattr(model, "set_experts_implementation"):
             # Torch's grouped product, the default, needs matrices whose rows are multiples of 16 bytes.
             model.set_experts_implementation("eager")

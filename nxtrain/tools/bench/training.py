@@ -21,6 +21,7 @@ from nxtrain.backends.base import Backend
 from nxtrain.backends.cpu import keep_heap
 from nxtrain.backends.cpu_native.shared_memory import Exchange
 from nxtrain.backends.cpu_products import has_products
+from nxtrain.checkpoint.convert.verify_export import of_type
 from nxtrain.common.distributed.c10d_collectives import WAIT_CLOCK
 from nxtrain.common.errors import BackendError
 from nxtrain.common.family import find_family
@@ -155,7 +156,7 @@ def transformers_step(work: Workload, clocks: Clocks, *, fused: bool, compiled: 
     torch.manual_seed(0)
     config = transformers.CONFIG_MAPPING[work.family].from_dict(hf_config(work))
     config.use_cache = False
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype_of(work))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", **of_type(dtype_of(work)))
     model = model.to(clocks.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True if fused else None)
     inputs, targets = (x.to(clocks.device) for x in batch(work))

@@ -113,3 +113,17 @@ def test_a_faithful_export_is_as_exact_as_transformers(tmp_path: Path, shape: st
 def test_a_faithful_export_in_float32_is_exact(tmp_path: Path, shape: str) -> None:
     result = verify_export(*exported(tmp_path, shape, torch.float32, std=0.05), CpuBackend())
     assert result.difference < 1e-5
+
+
+def test_a_family_that_is_newer_than_transformers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, export = exported(tmp_path, "gqa", torch.float32, std=0.05)
+    monkeypatch.setattr("transformers.CONFIG_MAPPING", {})
+    with pytest.raises(CheckpointError, match=r"transformers [\d.]+ has no llama; compare .*"):
+        verify_export(checkpoint, export, CpuBackend())
+
+
+def test_the_type_of_weights_has_the_name_that_transformers_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NeuronX Distributed needs transformers 4.51, with which tests/train/test_extras.py verifies an export."""
+    assert verification.of_type(torch.float16) == {"dtype": torch.float16}
+    monkeypatch.setattr("transformers.PretrainedConfig", object)
+    assert verification.of_type(torch.float16) == {"torch_dtype": torch.float16}
