@@ -179,7 +179,6 @@ SUBSET = (
     "tests/unit/data/test_bucket_sources.py",
     "tests/unit/common/io/test_hub.py",
     "tests/unit/checkpoint/convert/test_hf_folder.py",
-    "tests/unit/checkpoint/convert/test_verify_export.py::test_a_faithful_export_in_float32_is_exact",
 )
 """Tests of the code that calls pydantic, typer, rich, boto3, tensorboard, tokenizers, numpy, pyarrow, xxhash, Hub."""
 
@@ -189,12 +188,11 @@ SUBSET = (
 @pytest.mark.timeout(600)
 def test_the_oldest_versions_of_the_ranges_work(tmp_path: Path) -> None:
     """An environment has the oldest versions; torch and the tools come from the environment of the tests."""
-    oldest = resolve_or_skip(["s3", "nxd"], HERE, "--resolution", "lowest-direct")
+    oldest = resolve_or_skip(["s3"], HERE, "--resolution", "lowest-direct")
     assert minor(oldest["torch"]) == (2, 9)
     lent = re.compile(r"torch|triton|nvidia-|cuda-|sympy$|mpmath$|networkx$|fsspec$|filelock$|jinja2$|setuptools$")
     pins = [f"{name}=={version}" for name, version in oldest.items() if not lent.match(name)]
     assert {"pydantic==2.12.0", "typer==0.29.0", "boto3==1.28.0", "tensorboard==2.18.0"} <= set(pins)
-    assert "transformers==4.51.0" in pins
     (tmp_path / "oldest.txt").write_text("\n".join(pins), encoding="utf-8")
     python = tmp_path / "venv" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)

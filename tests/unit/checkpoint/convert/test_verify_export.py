@@ -123,7 +123,7 @@ def test_a_family_that_is_newer_than_transformers_is_refused(tmp_path: Path, mon
 
 
 def test_the_type_of_weights_has_the_name_that_transformers_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NeuronX Distributed needs transformers 4.51, with which tests/train/test_extras.py verifies an export."""
+    """NeuronX Distributed needs transformers 4.51."""
     assert verification.of_type(torch.float16) == {"dtype": torch.float16}
     monkeypatch.setattr("transformers.PretrainedConfig", object)
     assert verification.of_type(torch.float16) == {"torch_dtype": torch.float16}
