@@ -31,13 +31,19 @@ class _ColumnProduct(torch.autograd.Function):
     Only this rank's slice of the input is saved. Backward gathers the input again while it computes the input's
     gradient. It sums the input's gradient over the ranks while it computes the weight's gradient. With a frozen weight
     no input is saved.
+
+    In compiled blocks the whole input is saved. torch's compiler merges both gathers in any case, and torch 2.15 then
+    leaves a gather without a use in backward, and joins the gather in forward with no product.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
         ctx.tp = tp
-        ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        return tp.kernels.linear(tp.whole(x), weight)
+        ctx.saves_whole = torch.compiler.is_compiling()
+        whole = tp.whole(x)
+        saved = whole if ctx.saves_whole else x
+        ctx.save_for_backward(saved if weight.requires_grad else None, weight)
+        return tp.kernels.linear(whole, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -49,9 +55,9 @@ class _ColumnProduct(torch.autograd.Function):
             return reducing.wait(), weight_grad, None
         if x is None:
             return tp.comm.reduce_scatter(tp.kernels.matmul(grad, weight), tp.axis), None, None
-        gathering = tp.comm.start_all_gather(x.contiguous(), tp.axis)
+        gathering = None if ctx.saves_whole else tp.comm.start_all_gather(x.contiguous(), tp.axis)
         reducing = tp.comm.start_reduce_scatter(tp.kernels.matmul(grad, weight), tp.axis)
-        weight_grad = _outer(grad, gathering.wait(), tp)
+        weight_grad = _outer(grad, x if gathering is None else gathering.wait(), tp)
         return reducing.wait(), weight_grad, None
 
 
