@@ -203,6 +203,23 @@ def resolve_job(path: Path, overrides: Sequence[str], options: LaunchOptions) ->
     return ClusterJob(path, tuple(overrides), loaded, machine, nproc, lane, options)
 
 
+def check_run_folder(job: ClusterJob, kept: Sequence[str | Path], way_out: str) -> None:
+    """Refuse a run whose folder is on the disk of a container, if no mirror has its checkpoints.
+
+    Args:
+        kept: Folders of the container that outlive it.
+        way_out: Advice for the user.
+
+    Raises:
+        ConfigError: The folder is in none of them.
+    """
+    folder = job.config.run.dir
+    is_kept = not folder.is_absolute() or any(folder.is_relative_to(other) for other in kept)
+    if not is_kept and not job.config.checkpoint.mirror:
+        reason = f"{folder} is on the disk of a container, and its checkpoints are lost with the container"
+        raise ConfigError([Problem("run.dir", reason, job.loaded.origins["run.dir"], way_out)])
+
+
 def _lane(config: RunConfig, machine: Machine) -> tuple[str, str]:
     """Return the kind of device, and its Kubernetes resource, of the backend; with `auto`, of the instance."""
     name, no_gpu = config.backend.name, {"neuron": NEURON, "neuron-native": NEURON, "xla": "", "cpu": ""}

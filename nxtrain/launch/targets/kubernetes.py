@@ -17,7 +17,7 @@ from typing import Any
 
 from nxtrain.common.errors import StoppedBySignal
 from nxtrain.launch.exit_codes import FINAL, SHELL_FUNCTION
-from nxtrain.launch.targets.job import CONFIG_FILE, SHARED, ClusterJob
+from nxtrain.launch.targets.job import CONFIG_FILE, SHARED, ClusterJob, check_run_folder
 from nxtrain.launch.targets.yaml_text import dump_yaml
 
 Manifest = dict[str, Any]
@@ -72,7 +72,12 @@ and the claim of a file system that all nodes share.
 
 
 def render(job: ClusterJob) -> dict[str, str]:
-    """Render the manifests of a run for each operator, by file name."""
+    """Render the manifests of a run for each operator, by file name.
+
+    Raises:
+        ConfigError: The folder of the run is not in the file system that all nodes share.
+    """
+    check_run_folder(job, [SHARED], f"use a relative path, or one in {SHARED}, the file system of --claim")
     return {
         "pytorchjob.yaml": _text("Kubeflow training operator", "pytorchjob.yaml", job, pytorch_job(job)),
         "mpijob.yaml": _text("MPI operator", "mpijob.yaml", job, mpi_job(job)),

@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from nxtrain.common.machines import NEURON
 from nxtrain.launch.exit_codes import SHELL_FUNCTION
-from nxtrain.launch.targets.job import ClusterJob
+from nxtrain.launch.targets.job import ClusterJob, check_run_folder
 
 _SCRIPT = """\
 #!/bin/bash
@@ -53,6 +54,9 @@ def render(job: ClusterJob, *, auto_resume: bool = False) -> str:
     Args:
         job: Resolved run.
         auto_resume: Let HyperPod replace a broken node, and restart the job step.
+
+    Raises:
+        ConfigError: Containers do not have the folder of the run.
     """
     nodes = f"{job.nodes}"
     if job.is_elastic:
@@ -63,6 +67,9 @@ def render(job: ClusterJob, *, auto_resume: bool = False) -> str:
     if auto_resume:
         options += " --auto-resume=1"
     if job.options.image:
+        mounted = [mount.split(":")[1] for mount in filter(None, job.options.mounts.split(","))]
+        folder = job.config.run.dir
+        check_run_folder(job, [Path.cwd(), *mounted], f"mount it, as --mounts {folder.parent}:{folder.parent}")
         graphs = graph_folder(job)
         if graphs:
             prepare = f"srun mkdir -p {graphs} || exit    # graphs outlive the containers\n"

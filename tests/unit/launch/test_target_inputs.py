@@ -39,7 +39,7 @@ EVERYTHING = """/'"$(touch owned)`touch owned`\\ #{x}'\n---\nkind: Pod\n#SBATCH 
 
 PLAIN = {
     RECIPE: ("checkpoint.mirror=/mirror/b", *SMALL),
-    "configs/demo.toml": ("backend.name=cpu", "cluster.instance=m5.xlarge"),
+    "configs/demo.toml": ("checkpoint.mirror=/mirror/b", "backend.name=cpu", "cluster.instance=m5.xlarge"),
 }
 """Overrides of runs: one with an instance that is known, and one on machines of any name."""
 
