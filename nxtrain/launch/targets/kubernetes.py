@@ -41,7 +41,7 @@ WAIT_S = 86_400
 """Seconds that pods wait for each other: machines for them may be new, and images of gigabytes are copied first."""
 
 _ENTRY = """\
-{meet}for step in {steps}; do
+{await_first}for step in {steps}; do
     {start}nxtrain $step "$@" & pid=$!
     trap 'kill -{signal} $pid' TERM    # Kubernetes signals this shell alone{reason}
     wait $pid; code=$?
@@ -50,7 +50,7 @@ _ENTRY = """\
 done
 """
 
-_MEET = """\
+_AWAIT_FIRST = """\
 trap 'exit 143' TERM
 until getent hosts {first_node} >/dev/null; do sleep 2 & wait $!; done    # the first pod may start later
 """
@@ -213,12 +213,14 @@ def _worker(job: ClusterJob, restart_policy: str) -> Manifest:
 
 def _command(job: ClusterJob, restart_policy: str, *, first_node: str = "", start: str = "") -> list[str]:
     signal, reason = "TERM", ""
-    meet = ""
+    await_first = ""
     if start:
         signal, reason = "USR1", ", and mpirun kills all ranks a second after TERM"
     if first_node:
-        meet = _MEET.format(first_node=first_node)
-    script = _ENTRY.format(meet=meet, steps=" ".join(job.steps), start=start, signal=signal, reason=reason)
+        await_first = _AWAIT_FIRST.format(first_node=first_node)
+    script = _ENTRY.format(
+        await_first=await_first, steps=" ".join(job.steps), start=start, signal=signal, reason=reason
+    )
     if restart_policy == "ExitCode":
         script += _FROM_128
     return ["bash", "-c", literal(f"{script}exit $code\n"), "nxtrain"]

@@ -86,10 +86,14 @@ def graph_folder(job: ClusterJob) -> str:
 
 
 def container_mounts(job: ClusterJob) -> str:
-    """Mounts of a run's containers beside the working directory, in Pyxis' format; empty for none."""
+    """Mounts of a run's containers other than the working directory, in Pyxis' format; empty for none."""
+    mounts = []
+    if job.options.mounts:
+        mounts.append(job.options.mounts)
     graphs = graph_folder(job)
-    mounts = [job.options.mounts, graphs and f"{graphs}:{graphs}"]
-    return ",".join(filter(None, mounts))
+    if graphs:
+        mounts.append(f"{graphs}:{graphs}")
+    return ",".join(mounts)
 
 
 def container_options(image: str, mounts: str) -> str:
