@@ -64,14 +64,18 @@ at_once() {
 # Run a lane without its tests marked `alone`. Arguments: lane, pytest's arguments. Each lane needs its own process,
 # since torch-xla and process groups leave state behind.
 run_lane() {
-    local lane=$1 tests
+    local lane=$1 tests workers
     shift
     mapfile -t tests < <(selection "$lane")
     case $lane in
         lint) lint ;;
         nxd) nxd_run "$nxd_src" "$@" ;;
         xla) OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest "${tests[@]}" "$@" ;;
-        unit) at_once $((at_once + 1)) "${tests[@]}" --alone=without ${quick[@]+"${quick[@]}"} "$@" ;;
+        unit)
+            workers=$((at_once + 1))
+            if [ ${#quick[@]} -gt 0 ]; then workers=$at_once; fi  # fast tests wait for nothing
+            at_once "$workers" "${tests[@]}" --alone=without ${quick[@]+"${quick[@]}"} "$@"
+            ;;
         dist) at_once "$at_once" "${tests[@]}" --alone=without "$@" ;;
         cuda-sim) at_once $((at_once + 1)) "${tests[@]}" "$@" ;;
         smokes) at_once "$at_once" "${smokes[@]}" "$@" ;;
