@@ -62,7 +62,7 @@ def test_a_job_runs_in_a_container_only_if_asked() -> None:
 
 
 def test_slurm_waits_for_the_compilers_of_all_nodes(tmp_path: Path) -> None:
-    """After the end of one node, srun kills the tasks of others within --wait seconds; 0 is no limit."""
+    """After the end of one node, srun kills the tasks of others within --wait seconds; 0 means without limit."""
     for name, text in {"srun": 'echo "$@" >>calls', "scontrol": "echo n1"}.items():
         program = tmp_path / name
         program.write_text(f"#!/bin/bash\n{text}\n", encoding="ascii")

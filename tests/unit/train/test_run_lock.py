@@ -42,7 +42,7 @@ def test_a_folder_that_is_deleted_or_moved_is_locked_again_or_left_to_another_ru
     with only_run(folder, lambda line: None) as lock:
         shutil.rmtree(folder)
         lock.enter(1, "log")
-        assert not folder.exists(), "what is not there is no folder of another run"
+        assert not folder.exists(), "a folder that is not there belongs to no other run"
         folder.mkdir()
         lock.enter(1, "checkpoint")
         with pytest.raises(BlockingIOError), (folder / LOCK_FILE).open() as file:

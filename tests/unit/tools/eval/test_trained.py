@@ -1,4 +1,4 @@
-"""A tokenizer that cannot be read now is no damaged one."""
+"""A tokenizer that cannot be read now is not damaged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nxtrain.tools.eval import trained
 
 def test_storage_that_fails_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / hf_files.TOKENIZER).write_text("{", encoding="utf-8")
-    with pytest.raises(DamagedError, match=r"tokenizer.json is damaged: it is no Hugging Face tokenizer"):
+    with pytest.raises(DamagedError, match=r"tokenizer.json is damaged: it is not a Hugging Face tokenizer"):
         trained._open_tokenizer(tmp_path)
     monkeypatch.setattr(trained, "content_of", mock.Mock(side_effect=StorageError("it does not respond")))
     with pytest.raises(StorageError, match=r"^it does not respond$"):
