@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nxtrain.backends.cpu_attention import blocked_attention, is_short, wide_flash_attention
-from nxtrain.backends.cpu_products import has_products, wide_matmul
+from nxtrain.backends.cpu_products import dense_vector, has_products, wide_matmul
 from nxtrain.backends.ranged_attention import Blocks
 from nxtrain.backends.rounding import round_by_pairs_on_host
 from nxtrain.backends.torch_attention import attention_by_document
@@ -42,14 +42,14 @@ class CpuKernels(FusedKernels):
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         if not self.widens(x.dtype):
-            return super().linear(x, weight)
+            return super().linear(dense_vector(x), dense_vector(weight))
         out: Tensor = SavingProduct.apply(x, weight, self)
         return out
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         if self.widens(a.dtype):
             return wide_matmul(a, b)
-        return super().matmul(a, b)
+        return super().matmul(dense_vector(a), dense_vector(b))
 
     def grouping(self, dtype: torch.dtype, sizes: Sequence[int]) -> Grouping:
         if dtype not in (torch.bfloat16, torch.float16) or self.widens(dtype):

@@ -35,6 +35,15 @@ _BF16: Final = (
 _FP16: Final = bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
+def dense_vector(x: Tensor) -> Tensor:
+    """Copy a matrix of one row or column whose entries are not adjacent; return any other matrix.
+
+    torch 2.9 multiplies a 16-bit matrix by a column of a wider matrix as if the entries of the column were adjacent.
+    """
+    is_vector = x.shape[-1] == 1 or x.numel() == x.shape[-1]
+    return x.contiguous() if is_vector else x
+
+
 def wide_matmul(a: Tensor, b: Tensor) -> Tensor:
     """Multiply a (..., K) by b (K, N) in float32; outside of torch.compile, by blocks that fit the cache."""
     dtype = torch.promote_types(a.dtype, torch.float32)

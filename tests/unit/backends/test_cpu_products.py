@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -48,6 +49,49 @@ def seen_error(matmul: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_wide_product_is_the_exact_one_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not seen_error(wide_matmul, monkeypatch)
+
+
+def forms(rows: int, columns: int, dtype: torch.dtype) -> list[Tensor]:
+    """A matrix in each form of memory: whole, transposed, and as columns of a wider matrix."""
+    wide = torch.randint(-8, 9, (rows, 2 * columns + 1)).to(dtype)
+    tall = torch.randint(-8, 9, (columns, 2 * rows + 1)).to(dtype)
+    return [
+        wide[:, :columns].contiguous(),
+        tall[:, :rows].contiguous().t(),
+        wide[:, 1 : columns + 1],
+        tall[:, :rows].t(),
+    ]
+
+
+def wrong_products(kernels: CpuKernels, dtype: torch.dtype) -> list[str]:
+    """Products and gradients that differ from those in float64 by more than their rounding."""
+    wrong = []
+    for m, k, n in product((1, 2, 37, 160), repeat=3):
+        for a, b in product(forms(m, k, dtype), forms(k, n, dtype)):
+            x = a.detach().requires_grad_()
+            weight = b.detach().t().requires_grad_()
+            out = kernels.linear(x, weight)
+            grad = torch.randint(-8, 9, (m, n)).to(dtype)
+            out.backward(grad)
+            exact = a.double() @ b.double()
+            pairs = {
+                "matmul": (kernels.matmul(a, b), exact),
+                "linear": (out, exact),
+                "gradient of the input": (x.grad, grad.double() @ b.double().t()),
+                "gradient of the weight": (weight.grad, grad.double().t() @ a.double()),
+            }
+            for name, (actual, wanted) in pairs.items():
+                assert actual is not None
+                if (actual.double() - wanted).norm() > 0.01 * wanted.norm():
+                    wrong.append(f"{name} of {m} x {k} x {n}, strides {a.stride()} and {b.stride()}")
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_with_a_column_of_a_wider_matrix_are_right(dtype: torch.dtype) -> None:
+    """Adapters of rank 1 on fused projections have such inputs."""
+    torch.manual_seed(0)
+    assert wrong_products(CpuKernels(), dtype) == []
 
 
 @pytest.mark.parametrize("defect", ["nothing is written", "one block", "rounded before the sum"])
