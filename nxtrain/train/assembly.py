@@ -85,7 +85,8 @@ def assemble(context: RunContext, memory: RankMemory) -> Run:
     work, has_sections = _work_meter(context)
     observers = Observers(
         goodput or _step_file(context, mirrored),
-        context.supervision,
+        context.lock,
+        context.watchdog or RunObserver(),
         recompiles,
         Fallbacks(backend, allowed=config.compile.allow_fallbacks),
         checkpoints,

@@ -15,7 +15,7 @@ from nxtrain.common.process.console import standard_error
 from nxtrain.common.process.placement import Placement
 from nxtrain.config.check import Resolved
 from nxtrain.config.schema import RunConfig
-from nxtrain.metrics.run_observer import Observers, RunObserver, Work
+from nxtrain.metrics.run_observer import RunObserver, Work
 from nxtrain.train.build import context_parallel_of, mesh_of
 from nxtrain.train.ring_trial import refuse_wrong_ring
 from nxtrain.train.supervision.watchdog import Watchdog
@@ -105,11 +105,6 @@ class RunContext:
     def is_leader(self) -> bool:
         """True on rank 0, which writes the files of the run."""
         return self.ranks.is_leader
-
-    @property
-    def supervision(self) -> RunObserver:
-        """Observer that passes the progress of the run to its lock and its watchdog."""
-        return Observers(self.lock, self.watchdog or RunObserver())
 
     def enter(self, step: int, work: Work) -> None:
         """Report the start of a kind of work to the watchdog only, not to the other observers."""
