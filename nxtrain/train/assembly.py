@@ -85,8 +85,7 @@ def assemble(context: RunContext, memory: RankMemory) -> Run:
     work, has_sections = _work_meter(context)
     observers = Observers(
         goodput or _step_file(context, mirrored),
-        context.lock,
-        context.watchdog or RunObserver(),
+        *context.observers,
         recompiles,
         Fallbacks(backend, allowed=config.compile.allow_fallbacks),
         checkpoints,

@@ -106,6 +106,11 @@ class RunContext:
         """True on rank 0, which writes the files of the run."""
         return self.ranks.is_leader
 
+    @property
+    def observers(self) -> tuple[RunObserver, RunObserver]:
+        """Observers of this rank that exist before the run is assembled: the lock and the watchdog."""
+        return self.lock, self.watchdog or RunObserver()
+
     def enter(self, step: int, work: Work) -> None:
         """Report the start of a kind of work to the watchdog only, not to the other observers."""
         if self.watchdog is not None:
