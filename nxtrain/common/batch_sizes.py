@@ -1,6 +1,6 @@
 """Global batch size and sequence length of each update.
 
-Both are pure functions of the step. Both may grow in stages at the begin of a run.
+Both are pure functions of the step. Both may grow in stages at the beginning of a run.
 """
 
 from __future__ import annotations

@@ -192,9 +192,9 @@ class TrainConfig(Section):
     global_batch: Size = 8
     """Sequences per update, over all dp ranks."""
     batch_ramp: Ramp = Field(default=(), strict=False)
-    """Stages with a smaller global batch at the begin of the run: tables of global_batch and samples or tokens."""
+    """Stages with a smaller global batch at the beginning of the run: tables of global_batch and samples or tokens."""
     seq_ramp: SeqRamp = Field(default=(), strict=False)
-    """Stages with shorter sequences at the begin of the run, several in a row: tables of seq_len and tokens."""
+    """Stages with shorter sequences at the beginning of the run, several in a row: tables of seq_len and tokens."""
     micro_batch: Size = 1
     """Sequences of a micro-batch, per dp rank. Gradients are accumulated over the micro-batches of a global batch."""
     remat: Literal["none", "selective", "full"] = "none"

@@ -126,7 +126,7 @@ class StreamLoader:
         share: This rank's share of the global batches.
         end_id: Input id after the last document of a row.
         doc_mask: Batches have attention masks between documents.
-        positions: Position of every lane at the first batch; empty for the begin of the corpus.
+        positions: Position of every lane at the first batch; empty for the beginning of the corpus.
         progress: Function that computes data metrics from the positions of this rank's lanes.
         skips: Batches that the run skips, from the first batch on.
     """

@@ -80,7 +80,7 @@ class TextTokenizer:
         return ", ".join(marks)
 
     def anchor(self, before: str) -> str:
-        """Text to encode before a part of a document, so that the part gets no space that only a text's begin has.
+        """Text to encode before a part of a document, so that the part gets no space of the beginning of a text.
 
         The caller removes the anchor's ids. Empty if the text before does not change the ids of the part.
 

@@ -117,7 +117,7 @@ class ThroughputMeter:
         flops_per_token: Model FLOPs per token of each step.
         peak_flops: Peak FLOPs per second of all devices; None if unknown.
         tokens: Tokens of earlier starts.
-        ago_s: Seconds since the begin of the first window.
+        ago_s: Seconds since the beginning of the first window.
         clock: Clock.
     """
 

@@ -62,7 +62,7 @@ class Sink(Protocol):
 class RetryingSink:
     """Wrapper of a sink, which reopens the sink after a failure and writes the missed records.
 
-    A message reports the begin and the end of a failure, and no step in between.
+    A message reports the beginning and the end of a failure, and no step in between.
     """
 
     def __init__(

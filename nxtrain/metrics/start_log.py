@@ -41,7 +41,7 @@ class StartLog:
         self._writing = Lock()
 
     def add(self, event: str, start: RunStart, more: Mapping[str, float] | None = None) -> str:
-        """Append a line for the begin or end of a start; return the error that delays the line, or an empty string."""
+        """Append a line for the beginning or end of a start; return the error that delays it, or an empty string."""
         with self._writing:
             return self._starts.add({"event": event, **_line(start), **(more or {})})
 

@@ -64,8 +64,8 @@ class HostTimeline:
 class EventTimeline:
     """Timeline by events in a device queue: a piece lasts until the device reaches the next piece.
 
-    Host work that the device does not wait for takes no time here. `wait` marks the begin and the end of a wait of the
-    queue for other ranks.
+    Host work that the device does not wait for takes no time here. `wait` marks the beginning and the end of a wait of
+    the queue for other ranks.
     """
 
     def __init__(self, record: Callable[[], DeviceEvent]) -> None:

@@ -186,7 +186,7 @@ class Rope(nn.Module):
 
 
 def positions_of(starts: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Positions relative to the begin of each document, for packed documents: (B, S) to (S, B).
+    """Positions relative to the beginning of each document, for packed documents: (B, S) to (S, B).
 
     Args:
         starts: First position of each position's document.

@@ -56,7 +56,7 @@ class Schedule:
 
     Args:
         pieces: The pieces, in order.
-        first: Learning rate at the begin of the first piece.
+        first: Learning rate at the beginning of the first piece.
         rewarm_after: Step after which the learning rate is warmed up again; None for no second warmup.
         rewarm_steps: Number of steps of the second warmup, from 0 to the scheduled learning rate.
     """

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from nxtrain.backends.limits import CPU_BLOCK, LONG_SEQUENCE, block_rows
 from nxtrain.common.sharding import ShardSpec
 from nxtrain.plan.adapters import AdaptedLayer, adapted_layers
-from nxtrain.plan.context import backward_context_bytes, forward_context_bytes, kept_numbers
+from nxtrain.plan.context import backward_context_bytes, forward_context_bytes, row_sums_bytes
 from nxtrain.plan.experts import expert_forward_bytes, expert_tensors, expert_work_bytes
 from nxtrain.plan.float8 import product_bytes
 from nxtrain.plan.job import SIZES, Job, once_per_job
@@ -134,7 +134,7 @@ def _kernel_bytes(job: Job) -> int:
     train = job.config.train
     heads = train.micro_batch * job.local_heads
     if job.config.parallel.cp > 1:
-        return kept_numbers(job)
+        return row_sums_bytes(job)
     if job.attention == "probabilities":  # probabilities of blocks of queries against the keys before them
         entries = 0
         for start in range(0, train.seq_len, CPU_BLOCK):

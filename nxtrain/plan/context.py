@@ -22,7 +22,7 @@ MASK_BYTES = 3
 
 
 @once_per_job
-def kept_numbers(job: Job) -> int:
+def row_sums_bytes(job: Job) -> int:
     """Bytes of row sums and positions that context parallel attention saves with queries, keys, values and output."""
     train = job.config.train
     sums = train.micro_batch * job.local_heads * job.local_len * FLOAT

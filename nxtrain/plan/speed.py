@@ -108,17 +108,17 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class Code:
-    """Overlap of communication with computation in a training library.
+class Overlap:
+    """Communication that computation hides in a training library.
 
     Args:
-        tp_overlap: Share of the transfers of column layers that their backward products hide.
-        cp_overlap: Share of the transfers of keys and values that attention hides.
+        tp: Share of the transfers of column layers that their backward products hide.
+        cp: Share of the transfers of keys and values that attention hides.
         fused_context: A fused kernel computes attention between context parallel ranks.
     """
 
-    tp_overlap: float
-    cp_overlap: float
+    tp: float
+    cp: float
     fused_context: bool
 
 
@@ -145,11 +145,10 @@ def step_time(job: Job, *, hides_tp: bool = True, fused_context: bool = False) -
     parallel = job.config.parallel
     rates = Rates.of(job, speed)
 
-    overlap = 0.0 if job.is_lazy else speed.overlap  # lazy devices overlap no transfers with computations
-
-    cp_overlap = overlap if job.cp_method == "ring" else 0.0
-    code = Code(overlap if hides_tp else 0.0, cp_overlap, fused_context)
-    parts = _parts(job, links, rates, code)
+    hidden_share = 0.0 if job.is_lazy else speed.overlap  # lazy devices overlap no transfers with computations
+    tp_overlap = hidden_share if hides_tp else 0.0
+    cp_overlap = hidden_share if job.cp_method == "ring" else 0.0
+    parts = _parts(job, links, rates, Overlap(tp_overlap, cp_overlap, fused_context))
     chunk_s = [part.forward_s + part.backward_s for part in parts]
     busy = [sum(chunk_s[rank :: parallel.pp]) for rank in range(parallel.pp)]
     slowest = busy.index(max(busy))
@@ -164,7 +163,7 @@ def step_time(job: Job, *, hides_tp: bool = True, fused_context: bool = False) -
 
     sync_s = _sync_seconds(job, slowest, links)
     # Buckets are reduced during the last backward pass.
-    exposed_sync_s = max(sync_s * (1.0 - overlap), sync_s - busy[slowest] * 2 / 3)
+    exposed_sync_s = max(sync_s * (1.0 - hidden_share), sync_s - busy[slowest] * 2 / 3)
     # The memory bounds the update: state is read and written, gradients are read.
     state_bytes = optimizer_bytes(job, slowest) + params_bytes(job, slowest)
     moved_bytes = 2 * state_bytes + reduced_bytes(job, slowest)
@@ -234,7 +233,7 @@ class Rates:
         return products_s + work.attention / self.attention + work.moved / self.moved
 
 
-def _parts(job: Job, links: Links, rates: Rates, code: Code) -> list[PartTime]:
+def _parts(job: Job, links: Links, rates: Rates, overlap: Overlap) -> list[PartTime]:
     """Seconds of every chunk of the model for one micro-batch, in the order of the virtual stages."""
     costs: dict[tuple[object, bool], PartTime] = {}
     results = []
@@ -243,20 +242,20 @@ def _parts(job: Job, links: Links, rates: Rates, code: Code) -> list[PartTime]:
             blocks, last = parts[chunk].blocks, parts[chunk].last
             kind = tuple(job.dimensions.windows(blocks)), last
             if kind not in costs:
-                costs[kind] = _part(job, blocks, last, links, rates, code)
+                costs[kind] = _part(job, blocks, last, links, rates, overlap)
             results.append(costs[kind])
     return results
 
 
-def _part(job: Job, blocks: range, has_head: bool, links: Links, rates: Rates, code: Code) -> PartTime:
+def _part(job: Job, blocks: range, has_head: bool, links: Links, rates: Rates, overlap: Overlap) -> PartTime:
     """Seconds of one chunk of the model for one micro-batch."""
     num_blocks = len(blocks)
-    forward, backward = passes(job, blocks, has_head=has_head, fused_context=code.fused_context)
+    forward, backward = passes(job, blocks, has_head=has_head, fused_context=overlap.fused_context)
     restore_s = restored_bytes(job, num_blocks) / (job.machine.memory_bytes_s * MEMORY_SHARE)
-    tp_forward_s, tp_backward_s = _tp_seconds(job, num_blocks, links, code.tp_overlap, rates.products)
+    tp_forward_s, tp_backward_s = _tp_seconds(job, num_blocks, links, overlap.tp, rates.products)
     sent_forward, sent_backward = context_bytes(job, num_blocks)
-    cp_forward_s = _cp_seconds(job, sent_forward, links, code.cp_overlap, forward.attention / rates.attention)
-    cp_backward_s = _cp_seconds(job, sent_backward, links, code.cp_overlap, backward.attention / rates.attention)
+    cp_forward_s = _cp_seconds(job, sent_forward, links, overlap.cp, forward.attention / rates.attention)
+    cp_backward_s = _cp_seconds(job, sent_backward, links, overlap.cp, backward.attention / rates.attention)
     parallel = job.config.parallel
     ep_forward_s, ep_backward_s = (
         exchange_s(job, parallel.ep, sent, links, spread=parallel.tp) for sent in exchange_bytes(job, num_blocks)

@@ -99,7 +99,7 @@ def test_a_rank_that_is_killed_anywhere_is_replaced_and_the_other_goes_on(tmp_pa
     found = Watched(tmp_path, IN_JOB, "checkpoint.async=false", faults=[f"kill@1:{point}" for point in points])
     found.assert_is(golden)
     assert found.replaced == ["1"] * len(points)
-    assert len(found.survivors(2)) == 1, "one process lives from the begin to the end"
+    assert len(found.survivors(2)) == 1, "one process lives from the beginning to the end"
     killed = [int(point.partition(":")[0]) for point in points]
     late = [step - at for step, at in zip(found.recalled, killed, strict=True)]
     assert {*late} == {-1, 0}, "the other goes on from the step before, or from that of which it has all sums"

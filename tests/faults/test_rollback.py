@@ -75,7 +75,7 @@ def test_the_run_is_the_one_that_never_saw_the_batches(diverging: Diverging) -> 
     alarm = asked["step"]
     assert asked["keeps"] == alarm - BEFORE
     resumed = asked["keeps"] // EVERY * EVERY
-    assert 0 < resumed < 26 <= alarm, "goes back to before the growth, though not to the begin"
+    assert 0 < resumed < 26 <= alarm, "goes back to before the growth, though not to the beginning"
     assert saved(plan)[-1] > asked["keeps"], "a later checkpoint is abandoned"
     assert diverging.run(plan) == ["", ""]
     batches = alarm - resumed

@@ -220,7 +220,7 @@ class _Answers(BaseHTTPRequestHandler):
         self._send(b"", headers, status=302)
 
     def _send_stored(self, commit: str, file: str) -> None:
-        """Send a file, or the rest of one, or the begin of it."""
+        """Send a file, or the rest of one, or the beginning of it."""
         hub = self.served
         content = next(
             repository.commits[commit][file] for repository in hub.repositories.values() if commit in repository.commits

@@ -30,7 +30,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Profile:
-    """Parts of the profiled steps of one rank, each in the order of its begin.
+    """Parts of the profiled steps of one rank, each in the order of its beginning.
 
     Args:
         sums: Sums of gradients that start in a backward pass, from start to completion.

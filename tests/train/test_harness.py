@@ -127,7 +127,7 @@ TURN, END, TEXT_END = "<|turn|>", "<|end|>", "<|endoftext|>"
 @pytest.mark.parametrize(
     ("begin", "end", "added"),
     [(None, TEXT_END, ""), (None, END, ""), (TURN, END, ""), (TURN, TEXT_END, TURN)],
-    ids=["the end begins", "the declared end begins", "the begin is declared", "the tokenizer adds it"],
+    ids=["the end begins", "the declared end begins", "the beginning is declared", "the tokenizer adds it"],
 )
 def test_texts_begin_as_with_the_model_of_the_harness(begin: str | None, end: str, added: str, tmp_path: Path) -> None:
     """Also texts that begin with the token that begins a text."""

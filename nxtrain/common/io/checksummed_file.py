@@ -74,7 +74,7 @@ class FileDigest(BaseModel):
     """XXH3 checksum of each block, 64 bits in hexadecimal. XXH3 is as fast as memory, so it costs no bandwidth."""
 
     def block(self, index: int) -> tuple[int, int]:
-        """Byte offsets of the begin and the end of a block in the file."""
+        """Byte offsets of the beginning and the end of a block in the file."""
         start = index * self.block_bytes
         return start, min(start + self.block_bytes, self.num_bytes)
 
@@ -348,7 +348,7 @@ def aligned_memory(num_bytes: int) -> mmap.mmap:
 
 
 def _filled(source: ByteSource, view: memoryview, start: int, length: int) -> memoryview:
-    """Read `length` bytes from offset `start` into the begin of `view`, and return the filled part."""
+    """Read `length` bytes from offset `start` into the beginning of `view`, and return the filled part."""
     received = 0
     while received < length:
         count = source.read(view[received:], start + received)

@@ -25,7 +25,7 @@ _OTHER_NAMES = {"gcs": "gs", "abfs": "az", "abfss": "az", "azure": "az", "wasb":
 """Schemes of the same storage services in other tools."""
 
 _SCHEME = re.compile(r"([a-z0-9][a-z0-9+.-]*):/|(s3)(?::|/[:/])", re.IGNORECASE)
-"""Pattern of the begin of an address.
+"""Pattern of the beginning of an address.
 
 `scheme:/` has one slash, since a path keeps only one of several slashes. Misspelt forms of `s3://` match too.
 """

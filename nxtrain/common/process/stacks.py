@@ -133,7 +133,7 @@ def write(path: Path) -> None:
 
 
 _CLEAR_LINE = "\r\x1b[2K"
-"""Control sequence that moves to the begin of the line and clears the line (ECMA-48, EL)."""
+"""Control sequence that moves to the beginning of the line and clears the line (ECMA-48, EL)."""
 
 
 def print_line(line: str) -> None:

@@ -55,7 +55,7 @@ _ANSWER = "\ufdd0"
 
 
 class GenerationBlocks(Extension):
-    """Jinja extension for `{% generation %}` blocks of a chat template, which mark the begin of each answer's text."""
+    """Jinja extension for `{% generation %}` blocks of a chat template, which mark the texts of answers."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares them so
 

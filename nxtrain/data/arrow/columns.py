@@ -75,7 +75,7 @@ def text_array(texts: Sequence[bytes], prompts: Sequence[int]) -> tuple[pa.Array
 def ids_array(
     tokenizer: TextTokenizer, dtype: np.dtype[Any], texts: Sequence[bytes], prompts: Sequence[int]
 ) -> tuple[pa.Array, Sequence[int]]:
-    """Arrow array of documents as token ids with those of their begin and end, and the lengths of prompts in tokens."""
+    """Arrow array of documents as token ids, including begin and end tokens, and the lengths of prompts in tokens."""
     encoded = list(encode_prompted(tokenizer, texts, prompts))
     return list_array([ids for ids, _ in encoded], dtype), [num_tokens for _, num_tokens in encoded]
 
@@ -91,7 +91,7 @@ def list_array(documents: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> pa.Ar
 def encode_prompted(
     tokenizer: TextTokenizer, texts: Sequence[bytes], prompts: Sequence[int], continues: Sequence[bool] = ()
 ) -> Iterator[tuple[Ids, int]]:
-    """Token ids of each document, with the ids of its begin and end, and the number of tokens of its prompt.
+    """Token ids of each document, with the ids of its beginning and end, and the number of tokens of its prompt.
 
     A prompt and its answer are encoded separately, so that no token spans both. The answer continues the prompt's text.
 
@@ -114,7 +114,7 @@ def encode_prompted(
 
 
 def encode(tokenizer: TextTokenizer, texts: Sequence[bytes], before: Sequence[bytes] = ()) -> Iterator[Ids]:
-    """Token ids of each UTF-8 document, with the ids of its begin and end; many documents are encoded at once.
+    """Token ids of each UTF-8 document, with the ids of its beginning and end; many documents are encoded at once.
 
     Args:
         before: Text before each document, which the document continues, or nothing; empty for none.
@@ -159,7 +159,7 @@ def _encoded(tokenizer: TextTokenizer, sections: Sequence[_Section]) -> Iterator
 
 
 def _num_of_anchor(offsets: Sequence[tuple[int, int]], anchor: str) -> int:
-    """Number of ids that belong to the anchor before a text, given the begin and the end of each token."""
+    """Number of ids that belong to the anchor before a text, given the beginning and the end of each token."""
     num_ids = 0
     for begin, end in offsets:
         # One id may stand for several unknown characters, also of the text. A token's name may take in the next spaces.

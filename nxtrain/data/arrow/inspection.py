@@ -210,7 +210,7 @@ def _samples(corpus: PreparedCorpus, tokenizer: TextTokenizer | None) -> list[di
 
 
 def _pairs(corpus: PreparedCorpus, tokenizer: TextTokenizer | None) -> list[dict[str, Any]]:
-    """Three sample pairs: the end of the prompt, and the begin of both answers; ids without a tokenizer."""
+    """Three sample pairs: the end of the prompt, and the beginning of both answers; ids without a tokenizer."""
     samples = []
     num_pairs = len(corpus) // 2
     for pair in sorted({0, num_pairs // 2, num_pairs - 1} if num_pairs else ()):

@@ -1,7 +1,7 @@
 """Conversion of preference data to documents: answers to a prompt, as strings or as turns of a conversation.
 
 The formats are those of Hugging Face's data sets. A pair has `chosen` and `rejected`, with a `prompt`, or with a prompt
-at the begin of both. A labelled answer has `prompt`, `completion` and `label`.
+at the beginning of both. A labelled answer has `prompt`, `completion` and `label`.
 """
 
 from __future__ import annotations

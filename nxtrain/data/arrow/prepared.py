@@ -123,7 +123,7 @@ class PreparedCorpus:
         while first:
             before = self.content(first - 1)
             earlier = self._prompt_ids(first - 1, before)
-            # The last token of the earlier prompt may be merged with the begin of the answer.
+            # The last token of the earlier prompt may be merged with the beginning of the answer.
             num_shared = earlier.size - 1
             if num_shared < 1 or earlier.size >= prompt.size or (earlier[:-1] != prompt[:num_shared]).any():
                 break

@@ -39,7 +39,7 @@ class SourceRow(NamedTuple):
         text: The document in UTF-8.
         row: Number of the row in its file, from 1.
         offset: Offset of the end of the row in the uncompressed file; 0 for tables.
-        prompt: Byte length of the prompt at the begin of the text.
+        prompt: Byte length of the prompt at the beginning of the text.
         is_last: This is the last document of the row.
         continues: The text is a section of a file that continues in the next row.
         is_desirable: Label of an answer: True if it is desirable.
@@ -233,7 +233,7 @@ def _opened(source: Source) -> Iterator[tuple[Any, Any]]:
 
 
 def _lines_after(file: Any, source: Source, offset: int) -> Iterator[tuple[bytes | None, int]]:
-    """Iterate over the lines after an offset, as `split_lines` does; a compressed file is read from its begin.
+    """Iterate over the lines after an offset, as `split_lines` does; a compressed file is read from its beginning.
 
     Every start reads a compressed file in the same chunks. Otherwise, the rows before a truncated end would depend on
     the moment of a kill, since the chunk with that end is lost.

@@ -31,10 +31,10 @@ FORMATS = (
 )
 
 _LOOK_BYTES = 1 << 16
-"""Bytes at the begin of a file from which its format is recognised."""
+"""Bytes at the beginning of a file from which its format is recognised."""
 
 _SAMPLE_BYTES = 1 << 14
-"""Bytes at the begin, in the middle and at the end of a file that its fingerprint covers."""
+"""Bytes at the beginning, in the middle and at the end of a file that its fingerprint covers."""
 
 _COMPRESSIONS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _COMPRESSED_NAMES = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
@@ -258,7 +258,7 @@ def _is_utf8(head: bytes) -> bool:
 
 
 def _looks_like_json_lines(head: bytes) -> bool:
-    """True if the first line is a JSON object, or the begin of one that is longer than the bytes."""
+    """True if the first line is a JSON object, or the beginning of one that is longer than the bytes."""
     line, newline, _ = head.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")
     if not line.startswith(b"{"):
         return False

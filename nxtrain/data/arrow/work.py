@@ -162,7 +162,7 @@ class PreparationWork:
                 if not isinstance(written, dict):
                     written = {}
                 if written != identity:
-                    refuse(f"{outputs.work} holds the begin of {outputs.out}", written, identity)
+                    refuse(f"{outputs.work} holds the beginning of {outputs.out}", written, identity)
             else:
                 append(folder / _JOURNAL, json.dumps({"identity": dict(identity)}))
             self._restore(lines[1:])

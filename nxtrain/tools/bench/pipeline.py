@@ -7,7 +7,7 @@ machine share the clock. The result is the shortest step of all rounds, since ot
 Rounds of ZB-H1 and of 1F1B alternate.
 
 Each rank is a local process. On CPUs its stage sleeps in place of computing, since a machine may have fewer cores than
-stages. On a device each stage multiplies matrices for the same time, and events of the device measure begin and end.
+stages. On a device each stage multiplies matrices for the same time, and events of the device measure start and end.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ WIDTH, MEASURED = 4096, 20
 def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
     """Make the function that measures one pipeline step on one rank, in a worker process.
 
-    The function runs the step with training's pipeline executor. It returns begin and end of each action, and the bytes
+    The function runs the step with training's pipeline executor. It returns start and end of each action, and the bytes
     sent.
     """
     work = StageWork(**job)

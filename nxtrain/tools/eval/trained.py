@@ -117,7 +117,7 @@ class Trained:
 
 
 def _prefix(tokenizer: Tokenizer, begin: str, end: str) -> int | None:
-    """Id of the token that begins a text, as in the lm-evaluation-harness: the begin of text, else the end of text.
+    """Id of the token that begins a text, as in the lm-evaluation-harness: the beginning of text, else the end of text.
 
     Args:
         begin: Declared begin-of-text token; empty for the one that the tokenizer adds, if any.

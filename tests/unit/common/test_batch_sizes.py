@@ -1,4 +1,4 @@
-"""Batches of a ramp next to a count of tokens step by step, from the begin and from any checkpoint."""
+"""Batches of a ramp next to a count of tokens step by step, from the beginning and from any checkpoint."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def test_a_begun_preparation_refuses_other_sources_settings_and_times(tmp_path: 
     with pytest.raises(KilledError):
         prepare(source, out=out, watcher=Killing(2))
     before = contents(tmp_path)
-    with pytest.raises(DataError, match=r"begin of .*--restart\n.*field: 'text' there, 'other' here"):
+    with pytest.raises(DataError, match=r"beginning of .*--restart\n.*field: 'text' there, 'other' here"):
         prepare(source, out=out, field="other")
     source.touch()
     with pytest.raises(DataError, match=r"--restart\n.*the times of the source files differ"):

@@ -75,7 +75,7 @@ def read(path: Path) -> tuple[Read, dict[bytes, bytes], str]:
 
 
 def regions(path: Path, shard: int) -> Iterator[tuple[str, int, int]]:
-    """Name, begin and end of each region of a file."""
+    """Name, start and end of each region of a file."""
     result = PreparedCorpus(path)
     file = result.files[shard]
     assert isinstance(file, CheckedFile)

@@ -1,6 +1,6 @@
 """Documents have the ids that transformers gives their whole text, also after a prompt and from section to section.
 
-Some tokenizers put a token or a space before a text. A document has them once, at its begin.
+Some tokenizers put a token or a space before a text. A document has them once, at its beginning.
 """
 
 from __future__ import annotations
