@@ -364,8 +364,16 @@ def _optim(rng: Random) -> dict[str, Any]:
 def drawn_tokens(
     rng: np.random.Generator, num_rows: int, k: int, seq_len: int, vocab_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Different ids for each target and their probabilities in units, (n, K, S) each; some targets have none."""
-    ids = rng.random((num_rows, vocab_size, seq_len)).argsort(axis=1)[:, :k].astype(np.int64)
+    """Different ids for each target and their probabilities in units, (n, K, S) each; some targets have none.
+
+    The ids are drawn by Floyd's algorithm, whose cost does not grow with the vocabulary (Bentley and Floyd 1987).
+    """
+    ids = np.empty((num_rows, k, seq_len), np.int64)
+    for index in range(k):
+        last = vocab_size - k + index
+        drawn = rng.integers(last + 1, size=(num_rows, seq_len))
+        is_taken = (ids[:, :index] == drawn[:, None]).any(axis=1)
+        ids[:, index] = np.where(is_taken, last, drawn)
     scores = np.sort(rng.normal(size=(num_rows, k, seq_len)), axis=1)[:, ::-1]
     probabilities = 0.9 * np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
     units = (probabilities * PROBABILITY_UNITS).astype(np.int64)
