@@ -18,7 +18,7 @@ from nxtrain.train.device_batch import DeviceBatch
 from nxtrain.train.kto import Kto
 from nxtrain.train.preferences import Pairs
 from nxtrain.train.step import TrainState, eval_step, train_step
-from tests.support.drawn import SEED, one_in
+from tests.support.drawn import OWN_SEED, SEED, one_in
 from tests.support.drawn_runs import NORM, error_of, failures
 from tests.support.labelled import (
     DrawnLabelled,
@@ -123,7 +123,7 @@ MUTANTS: dict[str, tuple[Degrees, Callable[[], AbstractContextManager[Any]]]] = 
 def run_of(degrees: Degrees) -> DrawnLabelled:
     """A run beside a stored reference, from which the model diverges, with several answers in each half."""
     for index in range(1, 1000, 2):
-        run = draw_labelled("mutants", SEED, index, degrees)
+        run = draw_labelled("mutants", OWN_SEED, index, degrees)
         halves = [others[len(others) // 2 :] for others in map(other_answers, run.judged())]
         if all(map(any, halves)) and run.degrees.world * run.steps < 7:
             return run

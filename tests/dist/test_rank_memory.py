@@ -118,7 +118,8 @@ def draw(layout: str, index: int, world: int) -> Interruption:
     if index % 3 == 1 or layout in {"zero1", "hybrid"}:
         return Interruption(at, (rng.choice(POINTS),) * world, lost)
     silent = [number for number in range(2, STEPS) if number % EVERY]
-    return Interruption(rng.choice(silent), tuple(rng.choices(POINTS, k=world)), lost)
+    points = POINTS[1:] if "noise" in layout else POINTS  # the noise scale has a collective after the norm
+    return Interruption(rng.choice(silent), tuple(rng.choices(points, k=world)), lost)
 
 
 def interrupting(point: str, at: int) -> AbstractContextManager[Any]:
