@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nxtrain.common.errors import ConfigError, Problem
+from nxtrain.common.io.paths import is_bucket
 from nxtrain.common.machines import GPU, INSTANCE_TYPES, NEURON, Machine
 from nxtrain.config.bounds import quoted
 from nxtrain.config.check import resolve_config
@@ -203,20 +205,41 @@ def resolve_job(path: Path, overrides: Sequence[str], options: LaunchOptions) ->
     return ClusterJob(path, tuple(overrides), loaded, machine, nproc, lane, options)
 
 
-def check_run_folder(job: ClusterJob, kept: Sequence[str | Path], way_out: str) -> None:
-    """Refuse a run whose folder is on the disk of a container, if no mirror has its checkpoints.
+def lost_run_folder(job: ClusterJob, root: str | Path, kept: Sequence[str | Path]) -> str:
+    """Reason why the checkpoints of a run are lost with its containers; empty if they are kept.
 
     Args:
-        kept: Folders of the container that outlive it.
+        job: Resolved run.
+        root: Working directory of the containers.
+        kept: Folders of the containers that outlive them.
+    """
+
+    def is_kept(path: str | Path) -> bool:
+        place = Path(os.path.normpath(Path(root, path)))  # `..` may lead out of a folder
+        return any(place.is_relative_to(folder) for folder in kept)
+
+    folder, mirror = job.config.run.dir, job.config.checkpoint.mirror
+    if is_kept(folder) or is_bucket(mirror) or (mirror and is_kept(mirror)):
+        return ""
+    reason = f"{folder} is on the disk of a container, and its checkpoints are lost with the container"
+    if mirror:
+        reason += f"; so are those of checkpoint.mirror={mirror}"
+    return reason
+
+
+def check_run_folder(job: ClusterJob, root: str | Path, kept: Sequence[str | Path], way_out: str) -> None:
+    """Refuse a run whose checkpoints are lost with its containers.
+
+    Args:
+        job: Resolved run.
+        root, kept: As in `lost_run_folder`.
         way_out: Advice for the user.
 
     Raises:
-        ConfigError: The folder is in none of them.
+        ConfigError: The checkpoints are lost.
     """
-    folder = job.config.run.dir
-    is_kept = not folder.is_absolute() or any(folder.is_relative_to(other) for other in kept)
-    if not is_kept and not job.config.checkpoint.mirror:
-        reason = f"{folder} is on the disk of a container, and its checkpoints are lost with the container"
+    reason = lost_run_folder(job, root, kept)
+    if reason:
         raise ConfigError([Problem("run.dir", reason, job.loaded.origins["run.dir"], way_out)])
 
 

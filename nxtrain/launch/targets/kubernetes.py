@@ -40,6 +40,9 @@ CACHE = "/var/tmp/neuron-compile-cache"
 WAIT_S = 86_400
 """Seconds that pods wait for each other: machines for them may be new, and images of gigabytes are copied first."""
 
+WAY_OUT = f"use a relative path, or one in {SHARED}, the file system of --claim"
+"""Advice for a run whose folder pods would lose."""
+
 _ENTRY = """\
 {await_first}for step in {steps}; do
     {start}nxtrain $step "$@" & pid=$!
@@ -77,7 +80,7 @@ def render(job: ClusterJob) -> dict[str, str]:
     Raises:
         ConfigError: The folder of the run is not in the file system that all nodes share.
     """
-    check_run_folder(job, [SHARED], f"use a relative path, or one in {SHARED}, the file system of --claim")
+    check_run_folder(job, SHARED, [SHARED], WAY_OUT)
     return {
         "pytorchjob.yaml": _text("Kubeflow training operator", "pytorchjob.yaml", job, pytorch_job(job)),
         "mpijob.yaml": _text("MPI operator", "mpijob.yaml", job, mpi_job(job)),

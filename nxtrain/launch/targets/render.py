@@ -11,7 +11,7 @@ from pathlib import Path
 from nxtrain.common.errors import BackendError, ConfigError
 from nxtrain.common.io.atomic import replace_text
 from nxtrain.launch.targets import clusters, docker, kubernetes, sagemaker, slurm
-from nxtrain.launch.targets.job import CONFIG_FILE, ClusterJob, LaunchOptions, resolve_job
+from nxtrain.launch.targets.job import CONFIG_FILE, SHARED, ClusterJob, LaunchOptions, lost_run_folder, resolve_job
 
 SCRIPT = "train.sbatch"
 """Name of the Slurm job script."""
@@ -56,7 +56,10 @@ def launch_on(
         ConfigError: The run is invalid for the target, or the target has no command for submission.
         BackendError: Slurm is missing, or refuses the job.
     """
-    files = RENDERERS[target](resolve_job(path, overrides, options))
+    job = resolve_job(path, overrides, options)
+    files = RENDERERS[target](job)
+    if target == "hyperpod":
+        _warn_of_pods(job)
     if dry_run:
         print(shown(files), end="")
     elif out is not None:
@@ -85,6 +88,13 @@ def shown(files: Mapping[str, str]) -> str:
 
 def _image(job: ClusterJob) -> dict[str, str]:
     return {"Dockerfile": docker.render(job.lane)}
+
+
+def _warn_of_pods(job: ClusterJob) -> None:
+    """Warn about pods of HyperPod that would lose the run's folder; Slurm on HyperPod has no such pods."""
+    reason = lost_run_folder(job, SHARED, [SHARED])
+    if reason:
+        print(f"warning: pytorchjob.yaml: run.dir={reason}; {kubernetes.WAY_OUT}", file=sys.stderr)
 
 
 def _submit(script: str) -> None:

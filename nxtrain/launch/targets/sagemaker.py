@@ -8,6 +8,7 @@ algo-1, algo-2, ...; SIGTERM comes 120 seconds before SIGKILL).
 from __future__ import annotations
 
 from nxtrain.common.errors import ConfigError, Problem
+from nxtrain.common.io.paths import is_bucket
 from nxtrain.launch.targets.job import CONFIG_FILE, ClusterJob
 
 FOLDER = "/opt/ml/input/data/config"
@@ -55,10 +56,14 @@ def render(job: ClusterJob) -> dict[str, str]:
     """Render the Python script that starts a SageMaker job, and the run's configuration, by file name.
 
     Raises:
-        ConfigError: The run has several machines, which share no file system, but no mirror of its checkpoints.
+        ConfigError: The run has several machines, which share no file system, but no mirror in a bucket.
     """
-    if job.nodes > 1 and not job.config.checkpoint.mirror:
-        reason = "not set, but the machines of a SageMaker job share no file system"
+    mirror = job.config.checkpoint.mirror
+    if job.nodes > 1 and not is_bucket(mirror):
+        given = "not set"
+        if mirror:
+            given = f"{mirror} is a folder"
+        reason = f"{given}, but the machines of a SageMaker job share no file system"
         raise ConfigError([Problem("checkpoint.mirror", reason, hint="use checkpoint.mirror=s3://BUCKET/PREFIX")])
     script = "".join(f'nxtrain {step} "$@" && ' for step in job.steps[:-1]) + f'exec nxtrain {job.steps[-1]} "$@"'
     arguments = [*job.arguments(f"{FOLDER}/{CONFIG_FILE}", "algo-1"), f"run.dir=/opt/ml/checkpoints/{job.name}"]

@@ -7,6 +7,7 @@ Enroot by Pyxis: https://github.com/NVIDIA/pyxis/wiki/Usage.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -68,8 +69,9 @@ def render(job: ClusterJob, *, auto_resume: bool = False) -> str:
         options += " --auto-resume=1"
     if job.options.image:
         mounted = [mount.split(":")[1] for mount in filter(None, job.options.mounts.split(","))]
-        folder = job.config.run.dir
-        check_run_folder(job, [Path.cwd(), *mounted], f"mount it, as --mounts {folder.parent}:{folder.parent}")
+        here = Path.cwd()
+        parent = Path(os.path.normpath(here / job.config.run.dir)).parent
+        check_run_folder(job, here, [here, *mounted], f"mount it, as --mounts {parent}:{parent}")
         graphs = graph_folder(job)
         if graphs:
             prepare = f"srun mkdir -p {graphs} || exit    # graphs outlive the containers\n"

@@ -38,8 +38,8 @@ EVERYTHING = """/'"$(touch owned)`touch owned`\\ #{x}'\n---\nkind: Pod\n#SBATCH 
 """Text that leaves every quotation, comment, line and character set that a file could put it into."""
 
 PLAIN = {
-    RECIPE: ("checkpoint.mirror=/mirror/b", *SMALL),
-    "configs/demo.toml": ("checkpoint.mirror=/mirror/b", "backend.name=cpu", "cluster.instance=m5.xlarge"),
+    RECIPE: ("checkpoint.mirror=s3://mirror/b", *SMALL),
+    "configs/demo.toml": ("checkpoint.mirror=mirror/b", "backend.name=cpu", "cluster.instance=m5.xlarge"),
 }
 """Overrides of runs: one with an instance that is known, and one on machines of any name."""
 
