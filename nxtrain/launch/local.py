@@ -17,7 +17,7 @@ from nxtrain.common.process import stacks
 from nxtrain.config.bounds import quoted
 from nxtrain.config.check import Resolved, resolve_config
 from nxtrain.config.load import Loaded, load
-from nxtrain.config.model_folder import KEY
+from nxtrain.config.model_folder import KEY, with_commit
 from nxtrain.config.schema import RunConfig
 from nxtrain.launch.debug import agent_settings, debug_variables
 from nxtrain.launch.environment import CUBLAS_WORKSPACE, QUIET_PROFILER, Variable, with_shell_values
@@ -156,6 +156,30 @@ def check_elastic(config: RunConfig, min_nodes: int) -> list[Problem]:
     return []
 
 
+def fewer_nodes(loaded: Loaded, nproc: int, min_nodes: int) -> list[str]:
+    """Warn of the largest number of machines with which an elastic run cannot continue; empty if every number works.
+
+    The rendezvous takes all machines that are left, and ranks with an invalid configuration end the run.
+
+    Args:
+        loaded: Configuration, which is valid on all machines.
+        nproc: Ranks per machine.
+        min_nodes: Smallest number of machines; 0 for all machines.
+    """
+    if not min_nodes:
+        return []
+    loaded = replace(loaded, config=with_commit(loaded.config))
+    most = loaded.config.cluster.nodes
+    for nodes in range(most - 1, min_nodes - 1, -1):
+        try:
+            resolve_config(loaded, nproc * nodes)
+        except ConfigError as error:
+            why = "; ".join(f"{problem.key}: {problem.reason}" for problem in error.problems)
+            code = error.exit_code
+            return [f"warning: with {nodes} of the {most} machines, the run would end with exit code {code}: {why}"]
+    return []
+
+
 def render(
     loaded: Loaded,
     path: Path,
@@ -211,6 +235,7 @@ def render(
     options: tuple[str, ...] = ("--standalone", "--local-addr=127.0.0.1")
     if nodes > 1:
         about.append(f"on each of the {nodes} nodes; {meeting} is the name of one of them")
+        about += fewer_nodes(loaded, nproc, 0 if problems else min_nodes)
         where = f"--rdzv-endpoint={name}:{port}"
         counts = f"{min_nodes}:{nodes}" if min_nodes else f"{nodes}"
         options = (f"--nnodes={counts}", "--rdzv-backend=c10d", where, f"--rdzv-id={config.run.name}")

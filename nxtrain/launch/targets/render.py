@@ -10,6 +10,7 @@ from pathlib import Path
 
 from nxtrain.common.errors import BackendError, ConfigError
 from nxtrain.common.io.atomic import replace_text
+from nxtrain.launch.local import fewer_nodes
 from nxtrain.launch.targets import clusters, docker, kubernetes, sagemaker, slurm
 from nxtrain.launch.targets.job import CONFIG_FILE, SHARED, ClusterJob, LaunchOptions, lost_run_folder, resolve_job
 
@@ -60,6 +61,8 @@ def launch_on(
     files = RENDERERS[target](job)
     if target == "hyperpod":
         _warn_of_pods(job)
+    for warning in fewer_nodes(job.loaded, job.nproc, options.min_nodes):
+        print(warning, file=sys.stderr)
     if dry_run:
         print(shown(files), end="")
     elif out is not None:

@@ -33,7 +33,7 @@ from nxtrain.launch.targets.job import CONFIG_FILE, ClusterJob, LaunchOptions, r
 from nxtrain.launch.targets.render import RENDERERS
 from nxtrain.launch.targets.yaml_text import dump_yaml
 from tests.support import ROOT
-from tests.support.launch_cases import CASES, GOLDEN, all_files, local_command
+from tests.support.launch_cases import CASES, GOLDEN, all_files
 
 VALIDATED = GOLDEN / "validated.json"
 JUDGES = {
@@ -435,13 +435,3 @@ def test_graphs_are_compiled_on_the_disk_of_the_node() -> None:
         assert pod["volumes"][-1]["hostPath"]["path"] == folder
         arguments = pod["containers"][0]["args"]
         assert (f"compile.cache_dir={folder}" in arguments) == (given_folder != folder)
-
-
-def test_agents_of_an_elastic_run_take_a_range_of_machines() -> None:
-    demo = ROOT / "configs/demo.toml"
-    overrides = ["cluster.nodes=4", "parallel.dp=0", "train.global_batch=48"]
-    command = local_command(demo, overrides, 1, {}, first_node="n1", min_nodes=2)
-    assert "--nnodes=2:4" in command.argv
-    assert "--nnodes=4" in local_command(demo, overrides, 1, {}, first_node="n1").argv
-    with pytest.raises(ConfigError, match=r"use parallel\.dp=0"):
-        local_command(demo, [*overrides, "parallel.dp=4"], 1, {}, first_node="n1", min_nodes=2)
