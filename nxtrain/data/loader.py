@@ -222,6 +222,25 @@ def rows_left_out(skips: Skips, first: int, last: int, sizes: BatchSizes) -> int
     return sum(number * sizes.at(step) for step, number in skips if first <= step <= last)
 
 
+@dataclass(frozen=True)
+class RowPositions:
+    """Positions of each step's rows in the endless order of rows.
+
+    Args:
+        sizes: Global batch size of each step.
+        skips: Batches that the run skips, and that `origin` does not include.
+        origin: Position of step 0; not 0 after a change of the global batch in the middle of a run.
+    """
+
+    sizes: BatchSizes
+    skips: Skips = ()
+    origin: int = 0
+
+    def first(self, step: int) -> int:
+        """Position of the first row of a step, counted from 0."""
+        return self.origin + self.sizes.before(step) + rows_left_out(self.skips, 0, step, self.sizes)
+
+
 class Loader:
     """Loader of batches from fixed rows, which assigns the endless order of rows to steps and ranks.
 
@@ -300,10 +319,9 @@ class Loader:
 
     def _positions(self, step: int) -> NDArray[np.int64]:
         """Positions of this rank's rows of a step (counted from 0) in the endless order."""
-        share, sizes = self._share, self._share.sizes
-        num_rows = sizes.at(step) // share.dp_size
-        passed = sizes.before(step) + rows_left_out(self._skips, 0, step, sizes)
-        start = self._origin + passed + share.dp_rank * num_rows
+        share = self._share
+        num_rows = share.sizes.at(step) // share.dp_size
+        start = RowPositions(share.sizes, self._skips, self._origin).first(step) + share.dp_rank * num_rows
         return np.arange(start, start + num_rows)
 
     def indices(self, step: int) -> NDArray[np.int64]:

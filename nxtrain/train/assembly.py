@@ -11,11 +11,13 @@ from torch import nn
 from nxtrain.backends.diagnostics import DeviceEvent
 from nxtrain.checkpoint.meta import Meta
 from nxtrain.checkpoint.mirror import Mirrored, open_mirrored
+from nxtrain.common.batch_sizes import BatchSizes
 from nxtrain.common.process.clock import now
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, LOGS_DIR
 from nxtrain.config.duration import with_epochs_as_steps
 from nxtrain.config.show import dump
 from nxtrain.data import Data
+from nxtrain.data.loader import RowPositions
 from nxtrain.metrics.goodput_meter import GoodputMeter
 from nxtrain.metrics.meters import ThroughputMeter
 from nxtrain.metrics.run_observer import Observers, RunObserver
@@ -74,11 +76,11 @@ def assemble(context: RunContext, memory: RankMemory) -> Run:
     _announce_start(context, data, begun, state.model)
     prepare_folder(context, state)
 
-    guard = NumericsGuard(config, state, attempt=context.placement.restarts, rollbacks=rollbacks)
+    rows = _rows(begun, rollbacks, sizes)
+    guard = NumericsGuard(config, state, attempt=context.placement.restarts, rollbacks=rollbacks, rows=rows)
     guard.begin(begun.step, begun.stability, resumed.reading)
-    skips = tuple(skip for skip in rollbacks.skips if skip[0] >= begun.step)  # `begun.samples` counts earlier skips
-    batches = train_batches(context, data, begun, skips)
-    identity = RunIdentity(inputs, begun, resumed.saved_step, data.tokenizer, guard.kept, batches.cursor, skips)
+    batches = train_batches(context, data, begun, rows.skips)
+    identity = RunIdentity(inputs, begun, resumed.saved_step, data.tokenizer, guard.kept, batches.cursor, rows.skips)
     goodput = _goodput_meter(context)
     checkpoints = Checkpoints(context.plan, state, identity, context.print_line, mirrored, goodput)
     recompiles = Recompiles(backend, config.compile.max_recompiles)
@@ -115,6 +117,12 @@ def assemble(context: RunContext, memory: RankMemory) -> Run:
         unfinished=resumed.result,
     )
     return Run(context, data, inputs, begun, trainer, checkpoints, recompiles, work)
+
+
+def _rows(begun: Meta, rollbacks: Rollbacks, sizes: BatchSizes) -> RowPositions:
+    """Positions of the rows of all steps after the beginning of this start."""
+    skips = tuple(skip for skip in rollbacks.skips if skip[0] >= begun.step)  # `begun.samples` counts earlier skips
+    return RowPositions(sizes, skips, begun.samples - sizes.before(begun.step))
 
 
 def _inputs(context: RunContext, data: Data) -> RunInputs:

@@ -20,6 +20,7 @@ from nxtrain.common.io.jsonl import JsonlLog
 from nxtrain.common.process.console import standard_error
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, LOGS_DIR
 from nxtrain.config.schema import RunConfig
+from nxtrain.data.loader import RowPositions
 from nxtrain.metrics.meters import Verdict
 from nxtrain.metrics.routers import Loads, RouterWatch
 from nxtrain.metrics.spikes import NormSpikes
@@ -79,6 +80,7 @@ class NumericsGuard:
         attempt: Number of restarts before this start, for the files.
         console: Console of the warnings; None for standard error.
         rollbacks: Rollbacks of the run, for `recovery.on_divergence=rollback`.
+        rows: Positions of each step's rows in the order of the data, for the files; None for those of a new run.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class NumericsGuard:
         attempt: int = 0,
         console: Console | None = None,
         rollbacks: Rollbacks | None = None,
+        rows: RowPositions | None = None,
     ) -> None:
         self.stability, self.spikes = Stability(), NormSpikes(config.metrics.spike_threshold)
         self.routers = RouterWatch()
@@ -100,6 +103,7 @@ class NumericsGuard:
         self._leads = self._ranks.is_leader
         self._print = (console or standard_error(quiet=not self._leads)).print
         self._attempt, self._rollbacks = attempt, rollbacks
+        self._rows = rows or RowPositions(config.train.batch_sizes())
         self._last_read, self._in_a_row = 0, 0
         self._unrecorded: tuple[int, ...] = ()
         self._vote = ReplicaCheck(state) if config.recovery.vote_every else None
@@ -358,12 +362,12 @@ class NumericsGuard:
         self._verdicts[step] = verdict
         if not self._leads:
             return
-        sizes = self._config.train.batch_sizes()
+        first_row = self._rows.first(step - 1)
         line: dict[str, Any] = {"step": step, "loss": None, "grad_norm": None}
         if bad.steps and step == bad.steps[-1]:
             line |= {"loss": _json_number(bad.loss), "grad_norm": _json_number(bad.grad_norm)}
         line |= {
-            "positions": [sizes.before(step - 1), sizes.before(step)],
+            "positions": [first_row, first_row + self._rows.sizes.at(step - 1)],
             "attempt": self._attempt,
             "verdict": verdict,
         }

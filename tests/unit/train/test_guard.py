@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from nxtrain.checkpoint import directory
+from nxtrain.common.batch_sizes import BatchSizes
 from nxtrain.common.distributed.agreement import Ranks
 from nxtrain.common.errors import CheckpointError, DivergedError, RestartError
 from nxtrain.common.io.jsonl import JsonlLog
 from nxtrain.common.run_folder import CHECKPOINTS_DIR, LOGS_DIR
 from nxtrain.config.schema import RunConfig, TrainConfig
+from nxtrain.data.loader import RowPositions
 from nxtrain.train.health.numerics import MAX_BAD_STEPS, NON_FINITE, NumericsGuard
 from nxtrain.train.health.step_history import PastStep
 from nxtrain.train.step import TrainState
@@ -37,6 +39,7 @@ def guard(
     screen: io.StringIO | None = None,
     norms: Sequence[float] = (),
     mirror: str = "",
+    rows: RowPositions | None = None,
 ) -> NumericsGuard:
     """One that sees nothing but bad steps, unless a loss is finite; `norms` are those of the steps from 1."""
 
@@ -59,7 +62,7 @@ def guard(
         history=SimpleNamespace(take=take),
     )
     console = Console(file=screen or io.StringIO(), soft_wrap=True)
-    return NumericsGuard(cast("RunConfig", config), cast("TrainState", state), console=console)
+    return NumericsGuard(cast("RunConfig", config), cast("TrainState", state), console=console, rows=rows)
 
 
 def write(folder: Path, verdicts: dict[int, str]) -> None:
@@ -117,6 +120,16 @@ def test_a_rollback_that_nobody_after_it_would_know_of_ends_the_run(tmp_path: Pa
     (tmp_path / LOGS_DIR).write_text("no folder", encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"rollback is not possible.* cannot be written: File exists\. Make"):
         watch.judge(7, dict(BAD), recorded=False)
+
+
+def test_a_bad_step_is_recorded_with_the_rows_that_it_read(tmp_path: Path) -> None:
+    """A rollback to step 2 has left out three batches, and an earlier part of the run had other batches."""
+    watch = guard(tmp_path, "skip", rows=RowPositions(BatchSizes(4), skips=((2, 3),), origin=100))
+    watch.begin(1, {})
+    watch.judge(2, dict(BAD))
+    watch.judge(3, dict(BAD))
+    lines = JsonlLog(tmp_path / LOGS_DIR / NON_FINITE).read()
+    assert [line["positions"] for line in lines] == [[104, 108], [120, 124]]
 
 
 def test_a_rank_knows_what_the_leader_wrote_though_its_own_disk_does_not(
