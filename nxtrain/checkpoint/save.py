@@ -18,6 +18,7 @@ from nxtrain.common.distributed.agreement import StorageScope
 from nxtrain.common.errors import CheckpointError, NxtrainError
 from nxtrain.common.io.atomic import write_durably
 from nxtrain.common.io.checksummed_file import FileDigest, verify
+from nxtrain.common.mesh import Mesh
 
 
 def write_state(
@@ -28,11 +29,18 @@ def write_state(
     Returns:
         Checksums of the files that this rank wrote, by name.
     """
-    mesh = scope.ranks.mesh
-    meta = meta.model_copy(update={"mesh": {"pp": mesh.pp_size, "dp": mesh.dp_size, "tp": mesh.tp_size}})
+    meta = meta.model_copy(update={"mesh": degrees_of(scope.ranks.mesh)})
     written = write(path, staged, meta, scope, tokenizer)
     read_back(path, written, scope)
     return written
+
+
+def degrees_of(mesh: Mesh) -> dict[str, int]:
+    """Parallel degrees of a mesh by axis, as `meta.json` has them; their product is the number of ranks."""
+    degrees = {"pp": mesh.pp_size, "dp": mesh.dp_size, "tp": mesh.tp_size}
+    if mesh.cp_size > 1:
+        degrees["cp"] = mesh.cp_size
+    return degrees
 
 
 def tidy(path: Path, retention: Retention, scope: StorageScope, in_use: Collection[int] = ()) -> list[str]:

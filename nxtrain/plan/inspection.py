@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -45,7 +46,7 @@ class CheckpointFacts:
     @property
     def world(self) -> int:
         """Number of ranks that wrote the checkpoint."""
-        return self.mesh.get("tp", 1) * self.mesh.get("pp", 1) * self.mesh.get("dp", 1)
+        return math.prod(self.mesh.values())
 
     def to_json(self) -> dict[str, Any]:
         """Path, step, bytes, number of ranks and mesh of the checkpoint, as a JSON object."""

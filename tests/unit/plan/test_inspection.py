@@ -22,16 +22,18 @@ from typer.testing import CliRunner
 from nxtrain.backends.cpu import CpuBackend
 from nxtrain.checkpoint.directory import MANIFEST, META
 from nxtrain.checkpoint.meta import Meta
+from nxtrain.checkpoint.save import degrees_of
 from nxtrain.cli.main import app
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.machines import MACHINES
-from nxtrain.common.mesh import Axis
+from nxtrain.common.mesh import Axis, Mesh
 from nxtrain.common.sharding import ParamTable
 from nxtrain.config.check import Resolved
 from nxtrain.config.finetune_schema import FinetuneConfig
 from nxtrain.config.schema import OptimConfig
 from nxtrain.plan import memory
 from nxtrain.plan.adapters import Method
+from nxtrain.plan.inspection import CheckpointFacts
 from nxtrain.plan.job import Job
 from nxtrain.plan.moments import accumulated_bytes
 from nxtrain.plan.tensors import Rank, global_tensors
@@ -276,6 +278,12 @@ def test_a_run_folder_shows_its_degrees_and_its_newest_checkpoint(tmp_path: Path
     assert "newest checkpoint: step 20" in text
     other = answer(str(run), "parallel.tp=1")
     assert (other["layout"]["world"], other["checkpoint"]["world"]) == (1, 4)
+
+
+def test_ranks_of_context_parallelism_count_as_writers_of_a_checkpoint() -> None:
+    degrees = degrees_of(Mesh.build(16, 5, tp=2, cp=4, pp=1, dp=2))
+    assert CheckpointFacts(Path(), 1, 0, degrees).world == 16
+    assert degrees_of(Mesh.build(4, 0, tp=2, dp=2)) == {"pp": 1, "dp": 2, "tp": 2}, "as in earlier checkpoints"
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
