@@ -160,10 +160,12 @@ def show_search(result: SearchResult, note: str, top: int) -> None:
     screen = console()
     if note:
         screen.print(note)
-    layouts = Table(
-        *("method", "tp", "cp", "pp", "dp", "shard", "order", "micro", "remat", "GiB", "step", "tokens/s", "MFU"),
-        box=box.SIMPLE_HEAD,
-    )
+    jobs = [*(layout.job for layout in result.layouts), *(bad.job for bad in result.rejected)]
+    axes = ["tp", "cp", "pp", "dp"]
+    if any(job.config.parallel.ep > 1 for job in jobs):
+        axes.append("ep")
+    columns = ("shard", "order", "micro", "remat", "GiB", "step", "tokens/s", "MFU")
+    layouts = Table("method", *axes, *columns, box=box.SIMPLE_HEAD)
     for layout in result.layouts[:top]:
         parallel, train = layout.job.config.parallel, layout.job.config.train
         order = f"{parallel.virtual_pp} x 1f1b"
@@ -171,7 +173,7 @@ def show_search(result: SearchResult, note: str, top: int) -> None:
             order = "zero bubble"
         layouts.add_row(
             layout.job.method,
-            *(str(degree) for degree in (parallel.tp, parallel.cp, parallel.pp, parallel.dp)),
+            *(str(getattr(parallel, axis)) for axis in axes),
             parallel.shard,
             order,
             str(train.micro_batch),
@@ -188,11 +190,11 @@ def show_search(result: SearchResult, note: str, top: int) -> None:
     if more > 0:
         screen.print(f"and {more} slower layouts; --top {len(result.layouts)} shows all")
     if result.rejected:
-        rejected = Table("method", "tp", "cp", "pp", "dp", "shard", "reason", box=box.SIMPLE_HEAD)
+        rejected = Table("method", *axes, "shard", "reason", box=box.SIMPLE_HEAD)
         for bad in result.rejected[:top]:
             parallel = bad.job.config.parallel
-            degrees = (parallel.tp, parallel.cp, parallel.pp, parallel.dp)
-            rejected.add_row(bad.job.method, *(str(degree) for degree in degrees), parallel.shard, bad.reason)
+            degrees = [str(getattr(parallel, axis)) for axis in axes]
+            rejected.add_row(bad.job.method, *degrees, parallel.shard, bad.reason)
         screen.print(rejected)
         if len(result.rejected) > top:
             screen.print(f"and {len(result.rejected) - top} more rejected; --json has all")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -190,6 +191,16 @@ def test_a_table_for_people_has_the_same_numbers() -> None:
     searched = CliRunner().invoke(app, ["plan", SEVENTY, "--search", "--top", "2"]).output
     assert "slower layouts" in searched
     assert "more rejected" in searched
+
+
+def test_layouts_that_differ_in_experts_alone_are_told_apart() -> None:
+    argv = ["plan", "configs/qwen3_moe_tiny_cpu.toml", "--instance", "p5", "--search", "--top", "1000"]
+    output = CliRunner().invoke(app, argv).output
+    assert re.search(r"^ *method +tp +cp +pp +dp +ep +shard", output, re.MULTILINE)
+    rows = re.findall(r"^ *full +((?:\d+ +){5}\w+) ", output, re.MULTILINE)
+    assert {row.split()[4] for row in rows} == {"1", "2", "4", "8"}
+    assert len(set(rows)) == len(rows)
+    assert " ep " not in CliRunner().invoke(app, ["plan", SEVENTY, "--search", "--top", "2"]).output
 
 
 def test_failures_of_16384_gpus_come_as_published_and_chips_fail_as_gpus_do() -> None:
