@@ -391,7 +391,7 @@ def cache_clean(
         float | None, number(0, 1e9, help="Keep this many GiB, of the entries that were used last.")
     ] = None,
     failed: Annotated[
-        bool, typer.Option("--failed", help="Remove failed entries, so that they are compiled again.")
+        bool, typer.Option("--failed", help="Quarantine failed entries, so that they are compiled again.")
     ] = False,
     stale: Annotated[bool, typer.Option("--stale", help="Remove the locks of dead processes.")] = False,
 ) -> None:

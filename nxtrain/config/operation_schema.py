@@ -30,7 +30,7 @@ class MetricsConfig(Section):
     """A step is a spike if its gradient norm exceeds the running mean over 20 steps by this value."""
     noise_scale: bool = False
     """Record the gradient noise scale, in sequences. A global batch far below it gains from more sequences. Needs dp of
-    2 or more, cp=1, and shard=none or zero1."""
+    2 or more, cp=1, ep=1, and shard=none or zero1."""
     step_sections: Literal["auto", "on", "off"] = "auto"
     """Measure the time of forward, backward, reduction and update in each step. cpu uses the host's clock, and cuda
     uses device events. Other backends queue whole steps. auto measures on cpu only."""

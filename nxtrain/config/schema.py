@@ -322,12 +322,12 @@ class CheckpointConfig(Section):
     """Folder or bucket prefix, such as `s3://bucket/run`, for a copy of each checkpoint. run.dir may then be
     node-local."""
     strict: bool = False
-    """End the run if a checkpoint cannot be written. Otherwise print a warning and continue."""
+    """End the run if any checkpoint cannot be written. Otherwise print a warning, and end only for the last one."""
     resume: StorageLocation = "auto"
     """Checkpoint to resume from: `auto` for the newest intact one in run.dir, `never`, or a path or address."""
     allow_drift: tuple[Literal["seed", "batch", "tokenizer", "data", "code"], ...] = Field(default=(), strict=False)
-    """Differences allowed from the run that wrote the checkpoint. Losses then differ from those of one continuous
-    run."""
+    """Differences allowed from the run that wrote the checkpoint: seed, batch, tokenizer, data, code. Losses then
+    differ from those of one continuous run."""
 
 
 class BackendConfig(Section):
