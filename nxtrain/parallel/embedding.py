@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nxtrain.common.sharding import Init, ShardSpec
 from nxtrain.parallel.regions import TensorParallel
+
+
+class _WideLookup(torch.autograd.Function):
+    """Autograd function of an embedding whose backward sums the gradients of each token id in float32.
+
+    torch's own backward on a CPU adds them one after another in the type of the weight. In bfloat16, with 8 significant
+    bits, the sum of a frequent token id loses most of the later gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.shape = weight.shape
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        (tokens,) = ctx.saved_tensors
+        ids, rows = tokens.unique(return_inverse=True)
+        sums = torch.ops.aten.embedding_dense_backward(grad.float(), rows, len(ids), -1, False)
+        return None, grad.new_zeros(ctx.shape).index_copy_(0, ids, sums.to(grad.dtype))
 
 
 class VocabEmbedding(nn.Module):
@@ -38,8 +61,17 @@ class VocabEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Look up token embeddings: (S, B) integers to (S/tp, B, D)."""
         if self._tp.axis.size == 1:
-            return F.embedding(tokens, self.weight)
+            return self._rows(tokens)
         local = tokens - self.first[0]
         elsewhere = (local < 0) | (local >= self._piece.local_length)
-        rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        rows = self._rows(local.masked_fill(elsewhere, 0))
         return self._tp.exit(rows * (~elsewhere).unsqueeze(-1).to(rows.dtype))
+
+    def _rows(self, tokens: Tensor) -> Tensor:
+        """Look up rows of this rank. GPUs and compilers sum the gradients of a row in float32 by themselves."""
+        weight = self.weight
+        is_wide = weight.dtype.itemsize > torch.bfloat16.itemsize
+        if is_wide or not self._tp.kernels.host_reads_are_free or torch.compiler.is_compiling():
+            return F.embedding(tokens, weight)
+        rows: Tensor = _WideLookup.apply(tokens, weight)
+        return rows

@@ -30,18 +30,10 @@ from nxtrain.parallel.blockwise_experts import _Blockwise
 from nxtrain.parallel.chunks import _InChunks, _Saved, in_chunks
 from nxtrain.parallel.expert_products import BlockProducts, ExpertProducts, GroupedProduct
 from nxtrain.parallel.float8 import _Float8Product
-from nxtrain.parallel.graph_sharding import _GatherUnit
 from nxtrain.parallel.linear import Product, _Biased, _ColumnProduct, _SplitProduct
 from nxtrain.parallel.loss import _chunk_of, _TokenCrossEntropy, _VocabCrossEntropy
 from nxtrain.parallel.pipeline import _EndChunk, _ReceivedGrads
-from nxtrain.parallel.regions import (
-    TensorParallel,
-    _AllToAll,
-    _GatherSequence,
-    _ReduceGradient,
-    _ReduceSum,
-    _ScatterSequence,
-)
+from nxtrain.parallel.regions import TensorParallel, _AllToAll
 from nxtrain.parallel.slot_rows import _Collect, _Spread
 from nxtrain.parallel.weight_grads import _Gradient
 from nxtrain.tools.bench.pipeline_rank import _Occupied
@@ -67,7 +59,7 @@ from tests.support.contract_kernels import (
     swiglu_shape,
 )
 from tests.support.contract_ranges import CONTEXT_CASES, LENGTHS, ranged, with_sinks
-from tests.support.contract_regions import gather_sequence, gather_unit, reduce_gradient, reduce_sum, scatter_sequence
+from tests.support.contract_regions import REGION_CASES
 from tests.support.float8 import float8_product
 
 
@@ -433,11 +425,7 @@ CASES: dict[type, Callable[[Ranks, Random], Work]] = {
     _EndChunk: leave_stage,
     _Occupied: occupied,
     _Backward: record_backward,
-    _GatherSequence: gather_sequence,
-    _GatherUnit: gather_unit,
-    _ScatterSequence: scatter_sequence,
-    _ReduceGradient: reduce_gradient,
-    _ReduceSum: reduce_sum,
+    **REGION_CASES,
     _VocabCrossEntropy: cross_entropy,
     _TokenCrossEntropy: token_cross_entropy,
 }

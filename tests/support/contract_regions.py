@@ -1,4 +1,4 @@
-"""Cases of `tests.support.contract` for the collectives that autograd differentiates."""
+"""Cases of `tests.support.contract` for the collectives that autograd differentiates, and for lookups."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nxtrain.common.mesh import Axis, StateAxes
+from nxtrain.parallel.embedding import _WideLookup
 from nxtrain.parallel.graph_sharding import UnitShards, _GatherUnit
 from nxtrain.parallel.precision import Precision
 from nxtrain.parallel.regions import _GatherSequence, _ReduceGradient, _ReduceSum, _ScatterSequence
@@ -63,6 +65,17 @@ def gather_unit(ranks: Ranks, rng: Random) -> Work:
     return Work(label, {"matrix": Operand(shapes[0]), "vector": Operand(shapes[1])}, call, exact)
 
 
+def lookup(ranks: Ranks, rng: Random) -> Work:
+    """Rows of a matrix by their numbers."""
+    shape, num_rows = ranks.draw_shape(rng, rng.choice((1, 4))), rng.choice((1, 2, 9))
+
+    def tokens(generator: torch.Generator, drawn: tuple[int, ...]) -> Tensor:
+        return torch.randint(num_rows, drawn, generator=generator)
+
+    operands = {"tokens": Operand(shape[:-1], tokens, has_gradient=False), "weight": Operand((num_rows, shape[-1]))}
+    return Work(f"_WideLookup of {shape} in {num_rows} rows", operands, _WideLookup.apply, F.embedding)
+
+
 def _region(
     ranks: Ranks, rng: Random, function: type, exact: Callable[[Tensor], Tensor], written: bool = False
 ) -> Work:
@@ -74,3 +87,14 @@ def _region(
 
     label = f"{function.__name__} on {shape}, tp {ranks.axis.size}"
     return Work(label, {"x": Operand(shape, written=written)}, call, exact, in_float64=ranks.axis.size == 1)
+
+
+REGION_CASES: dict[type, Callable[[Ranks, Random], Work]] = {
+    _GatherSequence: gather_sequence,
+    _GatherUnit: gather_unit,
+    _ScatterSequence: scatter_sequence,
+    _ReduceGradient: reduce_gradient,
+    _ReduceSum: reduce_sum,
+    _WideLookup: lookup,
+}
+"""By function."""
