@@ -437,7 +437,8 @@ def _losses(sums: Tensor, peak: Tensor, counted: Tensor, z_loss: float) -> tuple
         z_loss: See `Kernels.cross_entropy`.
     """
     log_sums = sums[0].log() + peak
-    entropies = log_sums - sums[1]
+    # Not `log_sums - sums[1]`: both may be large, and each is rounded, while peak and score of a target are close.
+    entropies = sums[0].log() + (peak - sums[1])
     losses = torch.where(counted, entropies, torch.zeros_like(entropies))
     share = counted.float() / sums[0]
     if z_loss:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nxtrain.backends.torch_kernels import cross_entropy, masked_cross_entropy
 from nxtrain.common import vocab as vocab_module
+from nxtrain.common.distributed.c10d_collectives import C10dCollectives
 from nxtrain.common.sharding import Init
-from nxtrain.common.vocab import IGNORE_INDEX
+from nxtrain.common.vocab import IGNORE_INDEX, VocabColumns
 from nxtrain.parallel.loss import VocabHead
 from tests.support.models import ALONE, alone, filled, random
 
@@ -175,3 +179,20 @@ def test_evaluation_computes_no_gradient() -> None:
 def test_logits_are_those_of_the_true_vocabulary_in_float32() -> None:
     hidden, weight = random(S, B, D, dtype=torch.bfloat16), random(V, D, dtype=torch.bfloat16, seed=1)
     assert torch.equal(head_of(weight, rows=1).logits(hidden), F.linear(hidden, weight).float())
+
+
+@pytest.mark.parametrize("entropy", [cross_entropy, masked_cross_entropy])
+def test_losses_of_tokens_are_as_exact_as_those_of_torch_at_any_logits(entropy: Callable[..., Any]) -> None:
+    """The differences of large logits decide a loss, so that their size must not decide its rounding."""
+    rng = Random(0)
+    for number in range(12):
+        vocab, spread, shift = rng.choice((2, 40, 900)), rng.uniform(0.1, 6.0), rng.uniform(-60.0, 60.0)
+        logits = random(300, vocab, seed=number, scale=spread) + shift
+        generator = torch.Generator().manual_seed(number)
+        targets = torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(1)
+        columns = VocabColumns(torch.tensor([0, vocab]), None, C10dCollectives(1), ALONE)
+        ours, _ = entropy(logits.clone(), targets, columns, needs_grad=False)
+        theirs = F.cross_entropy(logits, targets, reduction="none")
+        exact = F.cross_entropy(logits.double(), targets, reduction="none")
+        mine, other = ((losses.double() - exact).square().mean().sqrt() for losses in (ours, theirs))
+        assert mine <= 1.3 * other + 1e-8, (vocab, spread, shift)
