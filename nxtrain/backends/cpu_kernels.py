@@ -29,6 +29,8 @@ GROUP_ROWS = 32
 oneDNN compiles a kernel for each number of rows, which costs as much as several small products.
 """
 
+_NARROW = torch.bfloat16, torch.float16
+
 
 class CpuKernels(FusedKernels):
     """torch's fused CPU kernels, with blocked attention for short sequences and optimizer updates by tiles."""
@@ -42,8 +44,8 @@ class CpuKernels(FusedKernels):
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         # The gradient of one output or one row may lie in a wider matrix, and torch's own backward would multiply it.
-        has_vector = x.dtype.itemsize < 4 and (weight.shape[0] == 1 or x.numel() == x.shape[-1])
-        if not self.widens(x.dtype) and not has_vector:
+        has_vector = weight.shape[0] == 1 or x.numel() == x.shape[-1]
+        if not self.widens(x.dtype) and not (has_vector and x.dtype in _NARROW):
             return super().linear(dense_vector(x), dense_vector(weight))
         out: Tensor = SavingProduct.apply(x, weight, self)
         return out
@@ -54,7 +56,7 @@ class CpuKernels(FusedKernels):
         return super().matmul(dense_vector(a), dense_vector(b))
 
     def grouping(self, dtype: torch.dtype, sizes: Sequence[int]) -> Grouping:
-        if dtype not in (torch.bfloat16, torch.float16) or self.widens(dtype):
+        if dtype not in _NARROW or self.widens(dtype):
             return ANY_ROWS
         return Grouping(multiple=GROUP_ROWS)
 
