@@ -15,22 +15,27 @@ from nxtrain.parallel.regions import TensorParallel
 class _WideLookup(torch.autograd.Function):
     """Autograd function of an embedding whose backward sums the gradients of each token id in float32.
 
-    torch's own backward on a CPU adds them one after another in the type of the weight. In bfloat16, with 8 significant
-    bits, the sum of a frequent token id loses most of the later gradients.
+    On CPUs and on XLA, torch's own backward adds them one after another in the type of the weight. In bfloat16, with 8
+    significant bits, the sum of a frequent token id loses most of the later gradients.
+
+    With `reads`, the host reads the token ids of the batch, so that only these have float32 sums.
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, reads: bool) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.shape = weight.shape
+        ctx.shape, ctx.reads = weight.shape, reads
         return F.embedding(tokens, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
         (tokens,) = ctx.saved_tensors
+        backward, dtype = torch.ops.aten.embedding_dense_backward, grad.dtype
+        if not ctx.reads:
+            return None, backward(grad.float(), tokens, ctx.shape[0], -1, False).to(dtype), None
         ids, rows = tokens.unique(return_inverse=True)
-        sums = torch.ops.aten.embedding_dense_backward(grad.float(), rows, len(ids), -1, False)
-        return None, grad.new_zeros(ctx.shape).index_copy_(0, ids, sums.to(grad.dtype))
+        sums = backward(grad.float(), rows, len(ids), -1, False).to(dtype)
+        return None, grad.new_zeros(ctx.shape).index_copy_(0, ids, sums), None
 
 
 class VocabEmbedding(nn.Module):
@@ -68,10 +73,11 @@ class VocabEmbedding(nn.Module):
         return self._tp.exit(rows * (~elsewhere).unsqueeze(-1).to(rows.dtype))
 
     def _rows(self, tokens: Tensor) -> Tensor:
-        """Look up rows of this rank. GPUs and compilers sum the gradients of a row in float32 by themselves."""
-        weight = self.weight
+        """Look up rows of this rank. GPUs and torch.compile sum the gradients of a row in float32 by themselves."""
+        tp, weight = self._tp, self.weight
+        reads = tp.kernels.host_reads_are_free
         is_wide = weight.dtype.itemsize > torch.bfloat16.itemsize
-        if is_wide or not self._tp.kernels.host_reads_are_free or torch.compiler.is_compiling():
+        if is_wide or not (reads or tp.comm.lazy) or torch.compiler.is_compiling():
             return F.embedding(tokens, weight)
-        rows: Tensor = _WideLookup.apply(tokens, weight)
+        rows: Tensor = _WideLookup.apply(tokens, weight, reads)
         return rows

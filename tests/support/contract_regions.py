@@ -73,7 +73,9 @@ def lookup(ranks: Ranks, rng: Random) -> Work:
         return torch.randint(num_rows, drawn, generator=generator)
 
     operands = {"tokens": Operand(shape[:-1], tokens, has_gradient=False), "weight": Operand((num_rows, shape[-1]))}
-    return Work(f"_WideLookup of {shape} in {num_rows} rows", operands, _WideLookup.apply, F.embedding)
+    reads = rng.random() < 0.5
+    label = f"_WideLookup of {shape} in {num_rows} rows, reads {reads}"
+    return Work(label, operands, lambda tokens, weight: _WideLookup.apply(tokens, weight, reads), F.embedding)
 
 
 def _region(
