@@ -436,12 +436,13 @@ def _losses(sums: Tensor, peak: Tensor, counted: Tensor, z_loss: float) -> tuple
         counted: (T,) bool, True for tokens that count in the loss.
         z_loss: See `Kernels.cross_entropy`.
     """
-    log_sums = sums[0].log() + peak
-    # Not `log_sums - sums[1]`: both may be large, and each is rounded, while peak and score of a target are close.
-    entropies = sums[0].log() + (peak - sums[1])
+    logs = sums[0].log()
+    # Not `(logs + peak) - sums[1]`: the sum may be large, and is rounded, while peak and score of a target are close.
+    entropies = logs + (peak - sums[1])
     losses = torch.where(counted, entropies, torch.zeros_like(entropies))
     share = counted.float() / sums[0]
     if z_loss:
+        log_sums = logs + peak
         squares = torch.where(counted, log_sums.square(), torch.zeros_like(entropies))
         losses = torch.stack([losses, z_loss * squares])
         share = share * (1.0 + 2.0 * z_loss * log_sums)
