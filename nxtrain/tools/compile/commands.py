@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from nxtrain.common.errors import BackendError, ConfigError
+from nxtrain.common.io.object_store import open_store
 from nxtrain.common.io.paths import is_bucket, local_path
 from nxtrain.common.process.document import write_document
 from nxtrain.common.process.progress import Progress
@@ -27,7 +28,7 @@ from nxtrain.config.load import load
 from nxtrain.config.operation_schema import CompileConfig
 from nxtrain.tools.compile.cache import OWN, Cache
 from nxtrain.tools.compile.entries import NEFF_FOLDER, CacheKey, Entry, EntryState, is_compiler
-from nxtrain.tools.compile.sync import CacheLocation, Step, open_location, sync
+from nxtrain.tools.compile.sync import Bucket, CacheLocation, sync
 
 _COLORS = {
     EntryState.DONE: "green",
@@ -109,12 +110,7 @@ def sync_caches(source: str, target: str) -> None:
     source_cache = _location(source)
     target_cache = _location(target)
     with _explained(target_cache), Progress("comparing", on_terminals_only=True) as progress:
-
-        def show(step: Step) -> None:
-            progress.total = step.bytes_total
-            progress.show(step.bytes_done, f"entry {step.num_done} of {step.num_total}  {step.key.module}")
-
-        report = sync(source_cache, target_cache, on_step=show)
+        report = sync(source_cache, target_cache, progress)
     words = [f"{len(report.copied)} copied ({size(report.size_bytes)})", f"{len(report.present)} there already"]
     if report.busy:
         words.append(f"{len(report.busy)} left to those who work on them")
@@ -161,7 +157,7 @@ def clean(where: str | None, max_gib: float | None, failed: bool, stale: bool) -
 
 def _location(text: str) -> CacheLocation:
     if is_bucket(text):
-        return open_location(text)
+        return Bucket(open_store(text))
     folder = _folder(text)
     _refuse_other(folder)
     return Cache(folder)

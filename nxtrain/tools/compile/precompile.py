@@ -88,12 +88,13 @@ def precompile(
     if command.plan is None or command.problems:
         raise ConfigError(command.problems)
     config, plan = loaded.config, command.plan
-    command = replace(command, argv=apart_from_runs(command.argv), variables=(*command.variables, *mode))
+    # A rendezvous of its own: ranks of a run would wait for those that extract graphs.
+    argv = tuple(f"{word}-compile" if word.startswith("--rdzv-id=") else word for word in command.argv)
+    command = replace(command, argv=argv, variables=(*command.variables, *mode))
     num_ranks = ranks_per_node(config, nproc)
     memory = host_memory()
     num_workers = workers or memory.num_compilers
     if dry_run:
-        argv = command.argv
         if not native:
             argv = tool_argv(TOOL, num_workers, folder, argv)
         print(replace(command, argv=argv, about=(*command.about, *_manifests(config, num_ranks))))
@@ -123,11 +124,6 @@ def precompile(
     print_line(
         f"all {graphs} are in {cache}, {num_new} of them new, after {time.monotonic() - began:.0f} s; see {file}"
     )
-
-
-def apart_from_runs(argv: Sequence[str]) -> tuple[str, ...]:
-    """Command line of the agent, with a rendezvous of its own: ranks of a run would wait for those that extract."""
-    return tuple(f"{word}-compile" if word.startswith("--rdzv-id=") else word for word in argv)
 
 
 def _manifests(config: RunConfig, num_ranks: int) -> list[str]:

@@ -11,14 +11,14 @@ shows a file either complete or not at all.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from nxtrain.common.errors import ConfigError, DamagedError, cause_of
 from nxtrain.common.io.checksummed_file import digest_of
-from nxtrain.common.io.object_store import ObjectStore, content_of, open_source, open_store
-from nxtrain.common.io.paths import copying, is_bucket, local_path
+from nxtrain.common.io.object_store import ObjectStore, content_of, open_source
+from nxtrain.common.io.paths import copying
+from nxtrain.common.process.progress import Progress
 from nxtrain.tools.compile.cache import Cache, UnusableEntryError
 from nxtrain.tools.compile.entries import CacheKey, Content, Seal, damage, from_json, hash_file, parse_key, to_json
 
@@ -121,31 +121,8 @@ class Report:
     unusable: dict[CacheKey, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Step:
-    """Progress of a sync, in entries and bytes."""
-
-    key: CacheKey
-    num_done: int
-    num_total: int
-    bytes_done: int
-    bytes_total: int
-
-
-def open_location(text: str | Path) -> CacheLocation:
-    """Open the compile cache at a bucket address or in a folder."""
-    address = str(text)
-    if is_bucket(address):
-        return Bucket(open_store(address))
-    return Cache(local_path(address))
-
-
-def sync(source: CacheLocation, target: CacheLocation, on_step: Callable[[Step], None] = lambda _: None) -> Report:
-    """Copy every done entry that the target cache lacks.
-
-    Args:
-        on_step: Called with the progress after each entry.
-    """
+def sync(source: CacheLocation, target: CacheLocation, progress: Progress | None = None) -> Report:
+    """Copy every done entry that the target cache lacks, and display the progress in bytes after each entry."""
     if isinstance(source, Bucket) and isinstance(target, Bucket):
         way_out = f"one must be a folder, or use: {copying(str(target), 'SRC DST')}"
         raise ConfigError(f"{source} and {target} are both buckets; {way_out}")
@@ -153,13 +130,18 @@ def sync(source: CacheLocation, target: CacheLocation, on_step: Callable[[Step],
         raise ConfigError(f"{source} is not a folder; name the folder of a compile cache, which nxtrain compile makes")
     if isinstance(source, Cache) and isinstance(target, Cache) and source.root.resolve() == target.root.resolve():
         raise ConfigError(f"{source} and {target} are the same folder; name two different caches")
+    # Files are staged next to the target, or next to the source if the target is a bucket.
+    staging = source if isinstance(target, Bucket) else target
+    assert isinstance(staging, Cache)
     wanted, there = source.done(), target.done()
     report = Report(present=sorted(wanted & there))
     sizes = {key: source.size_bytes(key) for key in sorted(wanted - there)}
     bytes_done, bytes_total = 0, sum(sizes.values())
     for num_done, (key, size_bytes) in enumerate(sizes.items(), start=1):
         try:
-            if _copy(source, target, key):
+            with staging.staging() as folder:
+                is_stored = target.store(key, folder, source.fetch(key, folder))
+            if is_stored:
                 report.copied.append(key)
                 report.size_bytes += size_bytes
             else:
@@ -167,15 +149,7 @@ def sync(source: CacheLocation, target: CacheLocation, on_step: Callable[[Step],
         except UnusableEntryError as error:
             report.unusable[key] = str(error)
         bytes_done += size_bytes
-        on_step(Step(key, num_done, len(sizes), bytes_done, bytes_total))
+        if progress is not None:
+            progress.total = bytes_total
+            progress.show(bytes_done, f"entry {num_done} of {len(sizes)}  {key.module}")
     return report
-
-
-def _copy(source: CacheLocation, target: CacheLocation, key: CacheKey) -> bool:
-    """Copy one entry through a staging folder next to the target, or next to the source if the target is a bucket."""
-    cache = target
-    if isinstance(target, Bucket):
-        cache = source
-    assert isinstance(cache, Cache)
-    with cache.staging() as folder:
-        return target.store(key, folder, source.fetch(key, folder))

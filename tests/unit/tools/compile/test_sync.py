@@ -12,9 +12,10 @@ import pytest
 from nxtrain.common.errors import ConfigError
 from nxtrain.common.io.bucket import BucketPath
 from nxtrain.common.io.object_store import BucketStore, open_store
+from nxtrain.common.process.progress import Progress
 from nxtrain.tools.compile.cache import Cache, UnusableEntryError
 from nxtrain.tools.compile.entries import DONE, LOCK, NEFF, CacheKey, Entry, Seal
-from nxtrain.tools.compile.sync import Bucket, CacheLocation, Step, open_location, sync
+from nxtrain.tools.compile.sync import Bucket, CacheLocation, sync
 from tests.support.caches import add_done, add_failed, add_locked, add_pending, key, neff
 from tests.support.object_stores import BUCKET, s3, s3_variables
 
@@ -43,8 +44,8 @@ def node(tmp_path: Path) -> Cache:
 def shared(request: pytest.FixtureRequest, tmp_path: Path) -> CacheLocation:
     if request.param == "s3":
         request.getfixturevalue("s3")
-        return open_location(f"s3://{BUCKET}/{PREFIX}")
-    return open_location(str(tmp_path / "shared"))
+        return Bucket(open_store(f"s3://{BUCKET}/{PREFIX}"))
+    return Cache(tmp_path / "shared")
 
 
 DONE_KEYS = [key(1), key(2, "xyz")]
@@ -70,11 +71,12 @@ def test_what_is_done_reaches_another_node_byte_for_byte_and_nothing_else_does(
 def test_a_second_sync_copies_what_is_new_only(node: Cache, shared: CacheLocation) -> None:
     sync(node, shared)
     add_done(node.root, key(6))
-    steps: list[Step] = []
-    report = sync(node, shared, on_step=steps.append)
+    progress = Progress("comparing")
+    report = sync(node, shared, progress)
     size = node.size_bytes(key(6))
     assert (report.copied, report.present, report.size_bytes) == ([key(6)], DONE_KEYS, size)
-    assert steps == [Step(key(6), 1, 1, size, size)]
+    assert progress.total == size
+    assert progress.line().startswith(f"entry 1 of 1  {key(6).module}: 100%, ")
 
 
 def test_an_entry_damaged_at_the_source_is_not_taken(node: Cache, shared: CacheLocation) -> None:
@@ -198,10 +200,10 @@ def test_prefixes_do_not_see_each_other(node: Cache, s3: Any) -> None:
 @pytest.mark.usefixtures("s3")
 def test_places_that_cannot_be_are_refused(node: Cache, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="are both buckets"):
-        sync(open_location("s3://a"), open_location("s3://b"))
+        sync(Bucket(open_store("s3://a")), Bucket(open_store("s3://b")))
     with pytest.raises(ConfigError, match="are the same folder"):
-        sync(node, open_location(f"{node.root}/../node"))
+        sync(node, Cache(Path(f"{node.root}/../node")))
     with pytest.raises(ConfigError, match="is not a folder"):
         sync(Cache(tmp_path / "absent"), node)
     with pytest.raises(ConfigError, match="names no bucket"):
-        open_location("s3://")
+        open_store("s3://")
