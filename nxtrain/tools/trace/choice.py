@@ -138,24 +138,20 @@ def without_nxd(choices: Choices, config: RunConfig, why: str) -> Choices:
 def _stand_ins_of_device(config: RunConfig, name: str) -> list[TracedReplacement]:
     """Replacements of the device and of its stochastic rounding."""
     stand_ins: list[TracedReplacement] = []
+    of_rounding = "elementary operations stand for the hardware's rounding"
+    is_stochastic = config.precision.update == "bf16_stochastic"
     if config.backend.name != "xla":
-        stand_ins.append(TracedReplacement("backend.name", config.backend.name, name, _device_reason(config, name)))
-    if config.backend.rounding == "hardware" and config.precision.update == "bf16_stochastic":
-        reason = "elementary operations stand for the hardware's rounding"
-        stand_ins.append(TracedReplacement("backend.rounding", "hardware", "hardware", reason))
+        reason = "graphs are those of PyTorch/XLA"
+        if name == "neuron":
+            reason = "its device is not here, and graphs need none"
+        if config.backend.name == "auto":
+            reason = f"neuron on a Trainium instance; {reason}"
+        if name == "neuron" and is_stochastic and config.backend.rounding == "auto":
+            reason += f"; {of_rounding}"
+        stand_ins.append(TracedReplacement("backend.name", config.backend.name, name, reason))
+    if config.backend.rounding == "hardware" and is_stochastic:
+        stand_ins.append(TracedReplacement("backend.rounding", "hardware", "hardware", of_rounding))
     return stand_ins
-
-
-def _device_reason(config: RunConfig, name: str) -> str:
-    reason = "graphs are those of PyTorch/XLA"
-    if name == "neuron":
-        reason = "its device is not here, and graphs need none"
-    if config.backend.name == "auto":
-        reason = f"neuron on a Trainium instance; {reason}"
-    is_by_hardware = config.precision.update == "bf16_stochastic" and config.backend.rounding == "auto"
-    if name == "neuron" and is_by_hardware:
-        reason += "; elementary operations stand for the hardware's rounding"
-    return reason
 
 
 def _layers(

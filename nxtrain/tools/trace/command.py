@@ -143,7 +143,13 @@ def present(report: Mapping[str, Any], *, as_json: bool) -> None:
             width = UNBOUND
         console = Console(width=width, highlight=False)
         console.print(_table(report))
-        for line in _notes(report):
+        scales = {graph["dp_scale"] for graph in report["graphs"]} - {None}
+        factor = ", ".join(f"{scale:g} = 1/{1 / scale:g}" for scale in scales) or "no constant"
+        reads = ", ".join(f"{read['file']}:{read['line']}" for read in report["host_reads"]) or "none"
+        texts = [f"{graph['name']}: {graph['hlo']}" for graph in report["graphs"] if "hlo" in graph]
+        first = f"factor of sums over dp: {factor}; host reads inside a step: {reads}"
+        last = f"traced in {sum(report['seconds']):.1f} s, the first rank in {report['seconds'][0]:.1f} s"
+        for line in (first, *report["notes"], *texts, last):
             console.print(line, markup=False)
     problems = report["problems"]
     if problems:
@@ -196,13 +202,3 @@ def _table(report: Mapping[str, Any]) -> Table:
         columns = ["\n".join(column) for column in zip(*rows, strict=True)] or ["no collectives"]
         table.add_row(*first, *columns, end_section=True)
     return table
-
-
-def _notes(report: Mapping[str, Any]) -> list[str]:
-    scales = {graph["dp_scale"] for graph in report["graphs"]} - {None}
-    factor = ", ".join(f"{scale:g} = 1/{1 / scale:g}" for scale in scales) or "no constant"
-    reads = ", ".join(f"{read['file']}:{read['line']}" for read in report["host_reads"]) or "none"
-    notes = [f"factor of sums over dp: {factor}; host reads inside a step: {reads}"]
-    notes += report["notes"]
-    notes += [f"{graph['name']}: {graph['hlo']}" for graph in report["graphs"] if "hlo" in graph]
-    return [*notes, f"traced in {sum(report['seconds']):.1f} s, the first rank in {report['seconds'][0]:.1f} s"]

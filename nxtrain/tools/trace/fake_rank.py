@@ -6,8 +6,8 @@ The rank has no real peers: torch's fake process group returns at once. The step
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -256,23 +256,11 @@ def trace_rank(
         attention: Kind of attention in layers without a sliding window.
         windowed: Kind of attention in layers with a sliding window.
     """
-    kinds = attention, windowed
-    with fake_backend(world, rank, ranks_per_node, *kinds) as backend, FakeTensorMode(allow_non_fake_inputs=True):
+    backend = FakeBackend(world, rank, ranks_per_node, attention, windowed)
+    with closing(backend), FakeTensorMode(allow_non_fake_inputs=True):
         mesh = build_mesh(resolved, world, rank, ranks_per_node)
         backend.lay_out(mesh)
         return step_memory(resolved, backend, mesh)
-
-
-@contextmanager
-def fake_backend(
-    world: int, rank: int, ranks_per_node: int, attention: Attention, windowed: Attention = "blocked"
-) -> Iterator[FakeBackend]:
-    """Context with the backend of one rank in a simulated world; the arguments are those of `trace_rank`."""
-    backend = FakeBackend(world, rank, ranks_per_node, attention, windowed)
-    try:
-        yield backend
-    finally:
-        backend.close()
 
 
 def step_memory(resolved: Resolved, backend: C10dBackend, mesh: Mesh) -> Traced:

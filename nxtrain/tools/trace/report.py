@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from nxtrain.common.mesh import spans
-from nxtrain.tools.trace.hlo import Groups, HloGraph
+from nxtrain.tools.trace.hlo import Groups
 from nxtrain.tools.trace.recording import Cut, Recording
 
 
@@ -97,6 +97,11 @@ def _entry(recording: Recording, hash_: str, name: str) -> dict[str, Any]:
         }
         for (op, groups), number in count.items()
     ]
+    data_parallel = ("dp", "dpxcp", "cp", "shard", "replica", "expert_copies", "expert_shard", "expert_replica")
+    scales: set[float] = set()
+    for collective in graph.collectives:
+        if recording.axis_of(collective.op, collective.groups) in data_parallel:
+            scales |= collective.scales
     return {
         "name": name,
         "hash": hash_,
@@ -104,19 +109,10 @@ def _entry(recording: Recording, hash_: str, name: str) -> dict[str, Any]:
         "ranks": sorted({cut.rank for cut in cuts}),
         "stages": sorted({recording.stage_of(cut.rank) for cut in cuts}),
         "collectives": collectives,
-        "dp_scale": _dp_scale(recording, graph),
+        # Constant factor of the sums over dp x cp ranks; of several factors, the one furthest from a mean.
+        "dp_scale": max(scales, key=lambda scale: abs(scale * recording.copies - 1), default=None),
         "f64": graph.has_f64,
     }
-
-
-def _dp_scale(recording: Recording, graph: HloGraph) -> float | None:
-    """Constant factor of a graph's sums over dp x cp ranks; of several factors, the one furthest from a mean."""
-    data_parallel = ("dp", "dpxcp", "cp", "shard", "replica", "expert_copies", "expert_shard", "expert_replica")
-    scales: set[float] = set()
-    for collective in graph.collectives:
-        if recording.axis_of(collective.op, collective.groups) in data_parallel:
-            scales |= collective.scales
-    return max(scales, key=lambda scale: abs(scale * recording.copies - 1), default=None)
 
 
 def _problems(recording: Recording, names: Mapping[str, str], graphs: Sequence[Mapping[str, Any]]) -> Iterator[str]:

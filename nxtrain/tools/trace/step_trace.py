@@ -6,6 +6,7 @@ tensors have no storage.
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from nxtrain.config.check import Resolved
 from nxtrain.config.schema import FULLY_SHARDED
 from nxtrain.parallel.fully_sharded import embedding_and_head
 from nxtrain.plan.job import Job
-from nxtrain.tools.trace.fake_rank import fake_backend, zero_batch
+from nxtrain.tools.trace.fake_rank import FakeBackend, zero_batch
 from nxtrain.train.build import build_mesh, build_model, build_state
 from nxtrain.train.step import train_step
 
@@ -116,8 +117,8 @@ def trace_step(resolved: Resolved, job: Job) -> list[str]:
     compile_ = job.config.compile.model_copy(update={"torch_compile": False})
     plan = Resolved(job.config.model_copy(update={"train": one, "compile": compile_}), resolved.family, resolved.model)
     devices = job.machine.devices
-    kinds = job.full_attention, job.windowed_attention
-    with fake_backend(job.world, 0, devices, *kinds) as backend, FakeTensorMode(allow_non_fake_inputs=True):
+    backend = FakeBackend(job.world, 0, devices, job.full_attention, job.windowed_attention)
+    with closing(backend), FakeTensorMode(allow_non_fake_inputs=True):
         mesh = build_mesh(plan, job.world, 0, devices)
         backend.lay_out(mesh)
         state = build_state(plan, build_model(plan, backend, mesh, init="zeros"), backend, mesh)

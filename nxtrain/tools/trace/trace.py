@@ -19,7 +19,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -163,28 +163,21 @@ def _play(
     plan: Resolved, world: int, tape: _Recorder, steps: int, bind: Callable[[Backend], Binding] | None = None
 ) -> tuple[Mesh, ParamTable]:
     """Run the trainer as one rank, on a backend that records graphs in place of running them."""
+    config = plan.config
     backend = TracingBackend(world, tape.rank, tape)
     if bind is not None:
         backend.binding = bind(backend)
-    try:
-        return _train(plan, backend, tape, steps)
-    finally:
-        backend.binding.close()
-
-
-def _train(plan: Resolved, backend: TracingBackend, tape: _Recorder, steps: int) -> tuple[Mesh, ParamTable]:
-    config = plan.config
-    mesh = mesh_of(plan, backend)
-    with backend.building():
-        state = build_state(plan, build_model(plan, backend, mesh, init="zeros"), backend, mesh)
-    if state.pipeline is not None:
-        tape.num_chunks, state.pipeline.watch = config.parallel.virtual_pp, tape.act
-    train = few_micro_batches(config, mesh).model_copy(
-        update={"steps": steps, "eval_batches": min(config.train.eval_batches, EVALUATED_BATCHES)}
-    )
-    short = config.model_copy(update={"train": train})
-    with backend.recording():
-        trainer(plan, state, short, Schedule.of(plan.config), tape).run(0)
+    with closing(backend.binding):
+        mesh = mesh_of(plan, backend)
+        with backend.building():
+            state = build_state(plan, build_model(plan, backend, mesh, init="zeros"), backend, mesh)
+        if state.pipeline is not None:
+            tape.num_chunks, state.pipeline.watch = config.parallel.virtual_pp, tape.act
+        eval_batches = min(config.train.eval_batches, EVALUATED_BATCHES)
+        train = few_micro_batches(config, mesh).model_copy(update={"steps": steps, "eval_batches": eval_batches})
+        short = config.model_copy(update={"train": train})
+        with backend.recording():
+            trainer(plan, state, short, Schedule.of(config), tape).run(0)
     return mesh, state.table
 
 
