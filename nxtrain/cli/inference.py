@@ -165,7 +165,7 @@ def evaluate(
     if reference:
         reference = _on_storage(reference)
     options = Options(names, every, seed, limit, task_dir, tp, pairs, reference, beta)
-    evaluations = evaluate_checkpoints(checkpoint, options, standard_error().print)
+    evaluations = evaluate_checkpoints(checkpoint, options, standard_error(quiet=not placement.is_leader).print)
     if not placement.is_leader:
         return
     if not every:

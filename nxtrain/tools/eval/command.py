@@ -79,7 +79,7 @@ def evaluate(address: str, options: Options, note: Callable[[str], None] = lambd
 
     Args:
         address: A run folder, a checkpoint, a mirror or its address, or a Hugging Face folder.
-        note: Called with lines about the progress.
+        note: Called with lines about the progress, on every rank.
     """
     with Progress("reading the names of tasks", console=standard_error(quiet=not Placement.read().is_leader)):
         choices: Sequence[Choice] = ()
@@ -102,13 +102,15 @@ def evaluate(address: str, options: Options, note: Callable[[str], None] = lambd
         ranks = Ranks(Mesh.build(backend.world, backend.rank, tp=options.tp), backend.host_group)
         backend.lay_out(ranks.mesh)
         waiting = Ranks(ranks.mesh, backend.background_group(WAIT_S) or ranks.group)
-        if not ranks.is_leader:
-            note = _discard_line
         evaluations = []
         # A run that is still training saves and deletes checkpoints, so that each rank would find others.
         for one in ranks.on_leader(lambda: _chosen(address, options), f"cannot look for checkpoints in {address}"):
             model = Trained.find(one)
-            run = _run_of(model)
+            run: Path | None = None
+            if not model.is_hf and isinstance(model.location, Path):
+                folder = model.location.resolve().parent.parent
+                if (folder / CONFIG_FILE).is_file():
+                    run = folder
             texts, tasks = _tasks(model, run, choices, registry, options, ranks, note)
             if pairs is not None:
                 pairs.check(model)
@@ -118,10 +120,6 @@ def evaluate(address: str, options: Options, note: Callable[[str], None] = lambd
         return evaluations
     finally:
         backend.close()
-
-
-def _discard_line(line: str) -> None:
-    """Print nothing; used on all ranks except the leader."""
 
 
 def _tasks(
@@ -201,28 +199,13 @@ def _run(
 
 
 def _chosen(address: str, options: Options) -> list[str]:
-    """Addresses of the models to evaluate."""
-    if options.every:
-        return _kept(address)
-    return [str(Trained.find(address, reads_text=False).location)]
-
-
-def _kept(address: str) -> list[str]:
-    """Addresses of all complete checkpoints in a run folder, a `checkpoints` folder or a mirror, oldest first."""
+    """Addresses of the models to evaluate; with `--all` the complete checkpoints of a run or a mirror, oldest first."""
+    if not options.every:
+        return [str(Trained.find(address, reads_text=False).location)]
     kept = [str(checkpoint) for checkpoint in checkpoints_in(location_of(address))]
     if not kept:
         raise ConfigError(f"{address} has no checkpoints; --all takes a run folder or a mirror")
     return kept
-
-
-def _run_of(model: Trained) -> Path | None:
-    """Run folder of a checkpoint; None if the checkpoint is in no run folder."""
-    if model.is_hf or not isinstance(model.location, Path):
-        return None
-    folder = model.location.resolve().parent.parent
-    if (folder / CONFIG_FILE).is_file():
-        return folder
-    return None
 
 
 def table(evaluations: Sequence[Evaluation]) -> str:

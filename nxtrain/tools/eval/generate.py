@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -78,17 +79,14 @@ class Detokenizer:
             is_whole: No further token belongs to the last character, which may be `_UNFINISHED` itself.
         """
         self._ids += ids
-        text = self._new_text()
+        text = self.rest()
         if not text or (text.endswith(_UNFINISHED) and not is_whole):
             return ""
         self._context, self._shown = self._shown, len(self._ids)
         return text
 
     def rest(self) -> str:
-        """Return the text at the end that forms no complete character."""
-        return self._new_text()
-
-    def _new_text(self) -> str:
+        """Return the text after the completed characters."""
         before = self._tokenizer.decode(self._ids[self._context : self._shown])
         return str(self._tokenizer.decode(self._ids[self._context :])[len(before) :])
 
@@ -131,12 +129,6 @@ class Stops:
         return shown
 
 
-def special_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> frozenset[int]:
-    """Ids of the texts that name a special token, which a decoded text lacks."""
-    special = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    return frozenset(special[text] for text in texts if text in special)
-
-
 class Continuation:
     """Prompt and the text generated after it, token by token.
 
@@ -169,7 +161,9 @@ class Continuation:
         self._ends, self._tokenizer = ends, tokenizer
         self._may_drop_space = alone
         self._detokenizer, self._stops = Detokenizer(tokenizer), Stops(stops)
-        self._stop_ids = special_ids(tokenizer, stops)
+        # Decoded text lacks special tokens, so that stop texts of this kind are found by their ids.
+        added = tokenizer.get_added_tokens_decoder().items()
+        self._stop_ids = {number for number, token in added if token.special and token.content in stops}
         self.generator = torch.Generator().manual_seed(seed)
         self.prompt = self._detokenizer.add(self.ids, is_whole=True)
         self.added: list[int] = []
@@ -269,11 +263,8 @@ def generate(
     for prompt in request.prompts:
         _refuse_misfit(model.tokenizer.encode(prompt).ids, model)
     on_found(model)
-    backend = open_backend(choose("auto")[0])
-    try:
+    with closing(open_backend(choose("auto")[0])) as backend:
         return model, generate_on(backend, model, request, sampling, show)
-    finally:
-        backend.close()
 
 
 def generate_on(

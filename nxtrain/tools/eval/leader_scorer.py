@@ -63,7 +63,8 @@ def run_on_leader(scorer: Scorer, ranks: Ranks, program: Callable[[LeaderScorer]
         return result
     while True:
         # The action that the leader passes runs; the action that is passed here does not.
-        method, arguments, options = ranks.on_leader(_no_call, "")
+        no_call = partial(_fail, AssertionError("the leader alone makes calls"))
+        method, arguments, options = ranks.on_leader(no_call, "")
         if method == END:
             return arguments[0]  # type: ignore[no-any-return]
         getattr(scorer, method)(*arguments, **options)
@@ -72,10 +73,6 @@ def run_on_leader(scorer: Scorer, ranks: Ranks, program: Callable[[LeaderScorer]
 def is_of_the_scorer(error: Exception) -> bool:
     """Return True if the scorer raised an error, and not the program that uses the scorer."""
     return any(frame.f_globals.get("__name__") == Scorer.__module__ for frame, _ in walk_tb(error.__traceback__))
-
-
-def _no_call() -> Call:
-    raise AssertionError("the leader alone makes calls")
 
 
 def _fail(error: Exception) -> Call:

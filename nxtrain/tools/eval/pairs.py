@@ -52,7 +52,11 @@ class PairsTask:
         self.identity = hashlib.blake2b(repr(given).encode(), digest_size=8).hexdigest()
 
     def run(self, scorer: Scorer, backend: Backend) -> Metrics:
-        """Measure a model's preferences on the pairs; every rank calls this method."""
+        """Measure a model's preferences on the pairs; every rank calls this method.
+
+        Raises:
+            ConfigError: The reference's maximum sequence length is below that of the evaluated model.
+        """
         rows = [self._row(document, scorer) for document in range(2 * self._num_pairs)]
         groups: list[list[Row]] = []
         for pair in zip(rows[::2], rows[1::2], strict=True):
@@ -65,7 +69,13 @@ class PairsTask:
         rewards = _sums(scorer, groups)
         if self._reference is not None:
             if self._by_reference is None:
-                self._by_reference = _sums(self._opened(self._reference, scorer, backend), groups)
+                opened = Scorer(self._reference, backend, scorer.ranks)
+                if opened.length < scorer.length:
+                    what = f"takes at most {opened.length} tokens, but {scorer.model.location} takes {scorer.length}"
+                    way_out = "name the model from which the run began"
+                    raise ConfigError(f"--reference {self._reference.location} {what}; {way_out}")
+                opened.progress = scorer.progress
+                self._by_reference = _sums(opened, groups)
             rewards = self._beta * (rewards - self._by_reference)
         n = len(groups) // 2
         accuracy = fmean((rewards[::2] > rewards[1::2]).tolist())
@@ -79,19 +89,6 @@ class PairsTask:
             means = rewards / [row.num_scored for (row,) in groups]
             metrics["accuracy_per_token"] = fmean((means[::2] > means[1::2]).tolist())
         return metrics
-
-    def _opened(self, model: Trained, scorer: Scorer, backend: Backend) -> Scorer:
-        """Open the scorer of the reference model.
-
-        Raises:
-            ConfigError: The reference's maximum sequence length is below that of the evaluated model.
-        """
-        opened = Scorer(model, backend, scorer.ranks)
-        if opened.length < scorer.length:
-            what = f"takes at most {opened.length} tokens, but {scorer.model.location} takes {scorer.length}"
-            raise ConfigError(f"--reference {model.location} {what}; name the model from which the run began")
-        opened.progress = scorer.progress
-        return opened
 
     def _row(self, document: int, scorer: Scorer) -> Row:
         corpus, model = self._corpus, scorer.model

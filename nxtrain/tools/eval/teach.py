@@ -6,7 +6,7 @@ The file has the most likely tokens of a teacher model for each target of a toke
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,8 @@ def teach(address: str, rows: str, out: Path, k: int) -> None:
     _, shape, _ = header(file)
     seq_len = max(1, shape[-1] - 1) if shape else 1  # a table without targets is refused by its shape
     samples = FileSamples(file, seq_len=seq_len, vocab_size=vocab_size)
-    backend = open_backend(choose("auto")[0])
-    try:
+    with closing(open_backend(choose("auto")[0])) as backend:
         teach_on(backend, model, samples, out, k)
-    finally:
-        backend.close()
 
 
 def teach_on(backend: Backend, model: Trained, samples: FileSamples, out: Path, k: int) -> None:
