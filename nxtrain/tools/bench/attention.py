@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from statistics import linear_regression
 from typing import Any
 
 import torch
@@ -98,14 +99,9 @@ def exponents(points: Sequence[tuple[int, float, int]]) -> dict[str, float]:
     longer = points[len(points) // 2 - 1 :]
     lengths = [math.log(length) for length, _, _ in longer]
     return {
-        "time": _slope(lengths, [math.log(seconds) for _, seconds, _ in longer]),
-        "memory": _slope(lengths, [math.log(size) for _, _, size in longer]),
+        "time": linear_regression(lengths, [math.log(seconds) for _, seconds, _ in longer]).slope,
+        "memory": linear_regression(lengths, [math.log(size) for _, _, size in longer]).slope,
     }
-
-
-def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    middle = sum(xs) / len(xs)
-    return sum((x - middle) * y for x, y in zip(xs, ys, strict=True)) / sum((x - middle) ** 2 for x in xs)
 
 
 def _inputs(length: int) -> tuple[Tensor, ...]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,16 +63,8 @@ _VIEWS = re.compile(
 _LOOPS = re.compile(r"CompiledFxGraph|^CompiledFunction|^graph_\d+_|cpp_fused|triton_")  # operations of compiled graphs
 
 
-@dataclass(frozen=True)
-class Event:
-    """One operation in a profile."""
-
-    chain: tuple[str, ...]  # name of the operation, then the names of those around it, outwards
-    self_s: float  # seconds of the operation, without the operations inside it
-
-
 def kind_of(chain: Sequence[str]) -> str:
-    """Kind of an operation (one of `KINDS`), from its name and the names of the operations around it."""
+    """Kind of an operation (one of `KINDS`), from its name and then the names of the operations around it, outwards."""
     name = chain[0]
     if name == STEP:
         return OUTSIDE
@@ -116,7 +107,7 @@ def break_down(step: Callable[[], object], *, on_device: bool = False) -> dict[s
     # A process that loses its core between the clock and the mark has time that belongs to no kind. So the profile
     # counts whose sum is closest to the clock. The number of profiles is fixed, since all ranks take the same steps.
     profiles = [_profiled(step, activities, on_device=on_device) for _ in range(PROFILES)]
-    step_s, kinds = min(profiles, key=_gap_s)
+    _, step_s, kinds = min(profiles, key=lambda profiled: profiled[0])
     if on_device:
         idle_s = step_s - sum(kind["s"] for name, kind in kinds.items() if name not in (OUTSIDE, WAITING))
         kinds = {**kinds, OUTSIDE: {"s": 0.0, "calls": 0}, WAITING: {"s": max(0.0, idle_s), "calls": 0}}
@@ -130,38 +121,31 @@ def break_down(step: Callable[[], object], *, on_device: bool = False) -> dict[s
 
 def _profiled(
     step: Callable[[], object], activities: Sequence[ProfilerActivity], *, on_device: bool
-) -> tuple[float, dict[str, dict[str, float]]]:
-    """Wall-clock seconds of one step, and the profiler's seconds and operation count of each kind."""
+) -> tuple[float, float, dict[str, dict[str, float]]]:
+    """Profile one step.
+
+    Returns:
+        Difference in seconds between the step's wall-clock time and the sum over the kinds; wall-clock time in seconds;
+        seconds and number of operations of each kind.
+    """
     with profile(activities=activities, acc_events=True) as profiled:
         began = time.perf_counter()
         with record_function(STEP):
             step()
         step_s = time.perf_counter() - began
     times_s: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for event in _read(profiled.events() or (), on_device=on_device):
-        times_s[kind_of(event.chain)].append(event.self_s)
-    return step_s, {kind: {"s": sum(seconds), "calls": len(seconds)} for kind, seconds in times_s.items()}
-
-
-def _gap_s(profiled: tuple[float, dict[str, dict[str, float]]]) -> float:
-    """Absolute difference in seconds between a step's wall-clock time and the sum over its kinds."""
-    step_s, kinds = profiled
-    return abs(sum(kind["s"] for kind in kinds.values()) - step_s)
-
-
-def _read(events: Iterable[Any], *, on_device: bool) -> list[Event]:
-    """Operations of a profile inside the mark `STEP`, and the mark itself."""
-    operations = []
+    events: Sequence[Any] = profiled.events() or ()
     for event in events:
-        names = []
+        chain = []
         caller = event
         while caller is not None:
-            names.append(caller.name)
+            chain.append(caller.name)
             caller = caller.cpu_parent
-        chain = tuple(names)
         if on_device:
             # Kernels belong to the operation that launched them, and backward runs on a thread without the mark.
-            operations.append(Event((*chain, STEP), event.self_device_time_total / 1e6))
+            times_s[kind_of([*chain, STEP])].append(event.self_device_time_total / 1e6)
         elif STEP in chain:
-            operations.append(Event(chain, event.self_cpu_time_total / 1e6))
-    return operations
+            times_s[kind_of(chain)].append(event.self_cpu_time_total / 1e6)
+    kinds = {kind: {"s": sum(seconds), "calls": len(seconds)} for kind, seconds in times_s.items()}
+    gap_s = abs(sum(kind["s"] for kind in kinds.values()) - step_s)
+    return gap_s, step_s, kinds

@@ -22,7 +22,7 @@ class Clocks:
 
     def __init__(self, device: torch.device, read: Callable[[Tensor], float] = float) -> None:
         self.device, self.read = device, read
-        self.has_events = device.type not in ("cpu", "xla") and hasattr(torch, "Event")
+        self.has_events = device.type not in ("cpu", "xla")
 
     @contextmanager
     def measure(self) -> Iterator[dict[str, float]]:

@@ -21,7 +21,7 @@ from nxtrain.backends.base import Backend, BackendSettings
 from nxtrain.common.errors import ConfigError, Problem
 from nxtrain.common.mesh import Axis, Mesh
 from nxtrain.tools.bench import harness
-from nxtrain.tools.bench.clocks import Clocks, clocks_of
+from nxtrain.tools.bench.clocks import clocks_of
 from nxtrain.tools.bench.harness import PATIENCE_S, measure_concurrently, median_ratio, start_ranks, take_turns
 from nxtrain.tools.bench.train import CLOCKS, ON_HOST, check_backend
 
@@ -94,24 +94,18 @@ def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, An
                 size = work.ranks, kib * KIB // (2 * work.ranks)
                 whole = torch.zeros(size, dtype=torch.bfloat16, device=backend.device)
                 act = _operation(op, whole, backend, mesh.pp)
-                means[op][str(kib)] = _mean_s(act, whole, work.repeats(kib), backend, clocks)
+                repeats = work.repeats(kib)
+                act()  # warms up
+                clocks.read(whole[0, 0])
+                backend.collectives.barrier()
+                with clocks.measure() as seconds:
+                    for _ in range(repeats):
+                        act()
+                    clocks.read(whole[0, 0])
+                means[op][str(kib)] = {clock: elapsed / repeats for clock, elapsed in seconds.items()}
         return means
 
     return {"": turn}
-
-
-def _mean_s(
-    act: Callable[[], object], whole: Tensor, repeats: int, backend: Backend, clocks: Clocks
-) -> dict[str, float]:
-    """Mean seconds of one operation by each clock, after one warm-up call."""
-    act()
-    clocks.read(whole[0, 0])
-    backend.collectives.barrier()
-    with clocks.measure() as seconds:
-        for _ in range(repeats):
-            act()
-        clocks.read(whole[0, 0])
-    return {clock: elapsed / repeats for clock, elapsed in seconds.items()}
 
 
 def _operation(op: str, whole: Tensor, backend: Backend, axis: Axis) -> Callable[[], object]:

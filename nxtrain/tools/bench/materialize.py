@@ -60,7 +60,16 @@ def bench_materialize(*, preset: str, tp: int, pp: int, stage: int | None, as_js
     if stage is None:
         stage = pp // 2
     target = BuildTarget(preset, tp, pp, stage)
-    _check(target)
+    family = find_family(FAMILY)
+    model = family.preset(preset)
+    problems = [
+        *family.check(model, tp=tp, seq_len=SEQ_LEN),
+        *stages(ParallelConfig(pp=pp), model.num_hidden_layers),
+    ]
+    if problems:
+        raise ConfigError(problems)
+    if stage >= pp:
+        raise ConfigError(f"--stage {stage} is not a stage of --pp {pp}; use 0 to {pp - 1}")
     with (
         Progress("making the shard"),
         harness.BenchWorker("materialize", f"stage {stage}", asdict(target), os.environ) as worker,
@@ -80,19 +89,6 @@ def judge(measured: Mapping[str, Any]) -> dict[str, Any]:
         raise BackendError("bench materialize needs Linux's /proc for the peak of resident memory; run it on Linux")
     bound = int(SHARE * measured["shard_bytes"]) + SLACK_BYTES
     return {**measured, "bound_bytes": bound, "within": measured["peak_bytes"] <= bound}
-
-
-def _check(target: BuildTarget) -> None:
-    family = find_family(FAMILY)
-    model = family.preset(target.preset)
-    problems = [
-        *family.check(model, tp=target.tp, seq_len=SEQ_LEN),
-        *stages(ParallelConfig(pp=target.pp), model.num_hidden_layers),
-    ]
-    if problems:
-        raise ConfigError(problems)
-    if target.stage >= target.pp:
-        raise ConfigError(f"--stage {target.stage} is not a stage of --pp {target.pp}; use 0 to {target.pp - 1}")
 
 
 def turns(_: str, job: Mapping[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:

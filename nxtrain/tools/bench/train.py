@@ -234,14 +234,8 @@ def measure(
                 for name in group:
                     if name in (OURS, COMPILED) and work.backend not in ON_XLA:
                         parts[name] = workers[name].turn(BREAKDOWN)
-                        parts[name]["unprofiled_step_s"] = _step_s(measured[name])
+                        parts[name]["unprofiled_step_s"] = median(turn["step_s"] for turn in measured[name])
     return measured, parts
-
-
-def _step_s(turns: Sequence[Mapping[str, Any]]) -> float:
-    """Median seconds of one training step over all rounds."""
-    times_s: list[float] = [turn["step_s"] for turn in turns]
-    return median(times_s)
 
 
 def summarize(measured: Mapping[str, Sequence[Mapping[str, Any]]], work: Workload) -> dict[str, Any]:
@@ -309,7 +303,7 @@ def _row(
     last = turns[-1]
     more = {key: last[key] for key in ("maker_flops", "first_step_s", "loss", "notes")}
     if CANDIDATES[name].compiled:
-        more["compile_s"] = max(0.0, last["first_step_s"] - _step_s(turns))
+        more["compile_s"] = max(0.0, last["first_step_s"] - median(turn["step_s"] for turn in turns))
     return harness.row(
         name, "tokens/s", by_clock[clock]["rounds"], text=CANDIDATES[name].text, by_clock=by_clock, **more
     )
