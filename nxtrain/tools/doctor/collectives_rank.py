@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import time
+from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
@@ -53,11 +54,8 @@ def join(backend: str, limit_s: float) -> dict[str, Any]:
     except DistError as error:
         why = (str(error).strip().splitlines() or ["no answer"])[0]
         return {"missing": [], "error": why, "rows": []}
-    opened = open_backend(choose(backend)[0], BackendSettings(hang_timeout_s=limit_s))
-    try:
+    with closing(open_backend(choose(backend)[0], BackendSettings(hang_timeout_s=limit_s))) as opened:
         return {"missing": [], "error": "", "rows": _measure(opened, placement), "device": str(opened.device)}
-    finally:
-        opened.close()
 
 
 def _unreachable(host: str, port: int, limit_s: float) -> str:

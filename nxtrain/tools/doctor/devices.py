@@ -111,7 +111,13 @@ def _count(devices: Devices | None, machine: Machine | None, wanted: tuple[str, 
 
 
 def _processes(host: Host, holders: Sequence[Holder], needs_all: bool) -> Finding:
-    stray = [holder for holder in holders if needs_all or _is_orphan(host, holder.pid)]
+    stray = []
+    for holder in holders:
+        fields = host.read(f"/proc/{holder.pid}/stat").rpartition(")")[2].split()
+        # A rank has lost its parent if its agent was killed.
+        is_orphan = len(fields) > 1 and fields[1] == "1" and holder.pid != 1
+        if needs_all or is_orphan:
+            stray.append(holder)
     if not holders:
         return passed("processes", "no process holds a device")
     if not stray:
@@ -122,12 +128,6 @@ def _processes(host: Host, holders: Sequence[Holder], needs_all: bool) -> Findin
     )
     why = "a run cannot claim these devices, and would fail at its start"
     return fault("processes", what, why, f"end the run that they belong to, or kill {pids}")
-
-
-def _is_orphan(host: Host, pid: int) -> bool:
-    """Return True if a process has lost its parent, as ranks do whose agent was killed."""
-    fields = host.read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return len(fields) > 1 and fields[1] == "1" and pid != 1
 
 
 def _ecc(host: Host, devices: Devices, machine: Machine | None) -> Finding:

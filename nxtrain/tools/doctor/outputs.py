@@ -12,7 +12,6 @@ import csv
 import json
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,24 +118,21 @@ def parse_nccom_test(text: str) -> tuple[Bandwidth, ...]:
         if "busbw(GB/s)" in fields:
             columns = fields
         elif columns and len(fields) == len(columns) and fields[0].isdecimal():
-            rows.append(_bandwidth(dict(zip(columns, fields, strict=True))))
+            row = dict(zip(columns, fields, strict=True))
+            time_column = "time(us)" if "time(us)" in row else "time:avg(us)"
+            try:
+                size, time = int(row["size(B)"]), float(row[time_column])
+                bandwidth = float(row["busbw(GB/s)"])
+            except (ValueError, KeyError) as error:
+                raise ToolOutputError(f"nccom-test printed a table of an unknown form: {error!r}") from error
+            if not (math.isfinite(time) and math.isfinite(bandwidth)):
+                raise ToolOutputError(
+                    f"nccom-test printed {time} us and {bandwidth} GB/s, which are not a finite measurement"
+                )
+            rows.append(Bandwidth(size, time / 1e6, bandwidth * 2**30))
     if not rows:
         raise ToolOutputError("nccom-test printed no table")
     return tuple(rows)
-
-
-def _bandwidth(row: Mapping[str, str]) -> Bandwidth:
-    try:
-        size, bandwidth = int(row["size(B)"]), float(row["busbw(GB/s)"])
-        column = "time(us)"
-        if column not in row:
-            column = "time:avg(us)"
-        time = float(row[column])
-    except (ValueError, KeyError) as error:
-        raise ToolOutputError(f"nccom-test printed a table of an unknown form: {error!r}") from error
-    if not (math.isfinite(time) and math.isfinite(bandwidth)):
-        raise ToolOutputError(f"nccom-test printed {time} us and {bandwidth} GB/s, which are not a finite measurement")
-    return Bandwidth(size, time / 1e6, bandwidth * 2**30)
 
 
 def parse_chronyc(text: str) -> float | None:

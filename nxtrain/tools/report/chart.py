@@ -39,11 +39,6 @@ class Curve:
     kind: str = "line"  # `line`, `faint`, `dashed`, or `dots` and `spikes` without a line
     path: str = ""  # SVG path, once the curve is drawn
 
-    @property
-    def is_marks(self) -> bool:
-        """True if the points are drawn as marks without a line between them."""
-        return self.kind in ("dots", "spikes")
-
 
 def draw(
     key: str, title: str, unit: str, curves: Sequence[Curve], *, note: str = "", wide: bool = False, zero: bool = False
@@ -115,7 +110,8 @@ def smooth(values: Column, window: int) -> Column:
 
 
 def _path(curve: Curve, x_range: tuple[float, float], y_range: tuple[float, float], *, is_log: bool) -> str:
-    if curve.is_marks:
+    is_marks = curve.kind in ("dots", "spikes")
+    if is_marks:
         indices = np.sort(np.argsort(curve.values, kind="stable")[-MOST_MARKS:])
     else:
         indices = thin(curve.values)
@@ -127,7 +123,7 @@ def _path(curve: Curve, x_range: tuple[float, float], y_range: tuple[float, floa
         high = math.log(high)
     x = (WIDTH * (curve.steps[indices] - x_range[0]) / (x_range[1] - x_range[0])).tolist()
     y = (HEIGHT * (high - values) / (high - low)).tolist()
-    if curve.is_marks or len(y) == 1:
+    if is_marks or len(y) == 1:
         return "".join(f"M{a:.2f} {b:.2f}h0" for a, b in zip(x, y, strict=True))
     return svg.path(x, y)
 
@@ -148,33 +144,24 @@ def _padded(low: float, high: float, *, is_log: bool, zero: bool) -> tuple[float
 def _ticks(edges: tuple[float, float], *, is_log: bool, most: int) -> list[tuple[float, str]]:
     """Tick positions of round values along an axis in percent, with their labels."""
     low, high = edges
+    values: list[float] = []
     if is_log:
-        values = _powers(low, high)
+        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        factors = [1]
+        if last - first <= 2:  # noqa: PLR2004 - few powers leave room between them
+            factors = [1, 2, 5]
+        for power in range(first, last + 1, max(1, (last - first) // 5)):
+            values += [factor * 10.0**power for factor in factors]
         scaled = [math.log(value / low) / math.log(high / low) for value in values]
     else:
-        values = _round_values(low, high, most)
+        # Multiples of 1, 2 or 5 times a power of ten, about `most` of them.
+        raw = (high - low) / most
+        unit = 10.0 ** math.floor(math.log10(raw))
+        step = next(unit * factor for factor in (1, 2, 5, 10, 20) if unit * factor >= raw)
+        first, digits = math.ceil(low / step), max(0, -math.floor(math.log10(step)))
+        values += [round(number * step, digits) for number in range(first, first + most + 2) if number * step <= high]
         scaled = [(value - low) / (high - low) for value in values]
     return [(round(100 * at, 3), short(value)) for at, value in zip(scaled, values, strict=True) if 0 <= at <= 1]
-
-
-def _round_values(low: float, high: float, most: int) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten between two values, about `most` of them."""
-    raw = (high - low) / most
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(power * factor for factor in (1, 2, 5, 10, 20) if power * factor >= raw)
-    first, digits = math.ceil(low / step), max(0, -math.floor(math.log10(step)))
-    return [round(number * step, digits) for number in range(first, first + most + 2) if number * step <= high]
-
-
-def _powers(low: float, high: float) -> list[float]:
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    factors = [1]
-    if last - first <= 2:  # noqa: PLR2004 - few powers leave room between them
-        factors = [1, 2, 5]
-    values = []
-    for power in range(first, last + 1, max(1, (last - first) // 5)):
-        values += [factor * 10.0**power for factor in factors]
-    return values
 
 
 def _sentence(curve: Curve) -> str:

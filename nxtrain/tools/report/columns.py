@@ -130,7 +130,13 @@ class _ColumnsReader:
     def _add_lines(self, whole: bytes) -> None:
         table = _parsed(whole)
         if table is not None:
-            self._add_table(table)
+            counted = self._add_numbers({key: table[key].to_numpy() for key in KEYS})
+            texts = table.select(["step", "alarm", "skipped_steps", "spikes"])
+            has_text = np.zeros(len(counted), dtype=bool)
+            for key in ("alarm", "skipped_steps", "spikes"):
+                has_text |= np.asarray(texts[key].is_valid().to_numpy())
+            for record in texts.filter(pa.array(has_text & counted)).to_pylist():
+                self._add_texts(record)
             return
         # Python takes five times as long as pyarrow, so only lines near the rejected line are parsed by Python.
         middle = whole.find(b"\n", len(whole) // 2) + 1
@@ -146,15 +152,6 @@ class _ColumnsReader:
             elif line.strip():
                 self._damaged += 1
         self._add_records(records)
-
-    def _add_table(self, table: Any) -> None:
-        counted = self._add_numbers({key: table[key].to_numpy() for key in KEYS})
-        texts = table.select(["step", "alarm", "skipped_steps", "spikes"])
-        has_text = np.zeros(len(counted), dtype=bool)
-        for key in ("alarm", "skipped_steps", "spikes"):
-            has_text |= np.asarray(texts[key].is_valid().to_numpy())
-        for record in texts.filter(pa.array(has_text & counted)).to_pylist():
-            self._add_texts(record)
 
     def _add_records(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Add records that Python parsed, with those of their values that are numbers."""
