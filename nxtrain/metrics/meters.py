@@ -1,6 +1,6 @@
-"""Meters of a run's throughput, and the record of a logged step.
+"""Meter of a run's throughput, and the record of a logged step.
 
-The meters read no device. Tokens are counted on the host, and the clock is an argument. On an asynchronous device, a
+The meter reads no device. Tokens are counted on the host, and the clock is an argument. On an asynchronous device, a
 window ends when the trainer fetches metric values, for which the host waits until the steps of the window are done.
 """
 
@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
-
-from nxtrain.common.batch_sizes import BatchSizes
 
 Clock = Callable[[], float]
 """Function that returns monotonic time in seconds."""
@@ -171,34 +169,3 @@ class ThroughputMeter:
         self._begin_tokens = self._tokens
         self._flops = 0
         self._num_steps = 0
-
-
-class Pace:
-    """Elapsed and estimated remaining time of a run, including pauses.
-
-    The first step only starts the measurement, since its compilation and warm-up do not recur.
-
-    Args:
-        total_steps: Steps of the run.
-        sizes: Global batch size of each step, to which its time is proportional.
-        clock: Clock.
-    """
-
-    def __init__(self, total_steps: int, sizes: BatchSizes, *, clock: Clock = time.monotonic) -> None:
-        self._total_steps, self._sizes = total_steps, sizes
-        self._clock = clock
-        self._start_s = clock()
-        self._first: tuple[int, float] | None = None
-
-    def elapsed_s(self) -> float:
-        """Seconds since this process began to train."""
-        return self._clock() - self._start_s
-
-    def eta_s(self, step: int) -> float | None:
-        """Seconds until the last step; None until two steps were measured."""
-        now = self._clock()
-        first_step, first_s = self._first = self._first or (step, now)
-        if step == first_step:
-            return None
-        left = self._sizes.before(self._total_steps) - self._sizes.before(step)
-        return left * (now - first_s) / (self._sizes.before(step) - self._sizes.before(first_step))

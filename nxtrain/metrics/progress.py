@@ -105,7 +105,7 @@ class ProgressBar:
             self._bar.bar_width = width
             room -= width + 1
         if self._has_elapsed:
-            room -= max(_ELAPSED, 1 + len(duration(self._status.pace.elapsed_s())))
+            room -= max(_ELAPSED, 1 + len(duration(self._status.elapsed_s())))
             values += fitting(details(record), room)
         self._progress.update(self._task, completed=step, description=values, head=head, left=left, refresh=True)
 
@@ -136,7 +136,7 @@ class ProgressLines:
         now = self._clock()
         if now < self._next_s and step < self._total_steps and "val_loss" not in record:
             return
-        elapsed_s = self._status.pace.elapsed_s()
+        elapsed_s = self._status.elapsed_s()
         self._next_s = now + LINE_EVERY_S
         if elapsed_s >= LATER_S:
             self._next_s = now + LATER_EVERY_S

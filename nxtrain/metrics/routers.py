@@ -89,7 +89,14 @@ class RouterWatch:
                 f"the {noun} {blocks} collapsed: for {SUSTAINED} steps nearly all tokens chose the same experts"
             )
         if dead:
-            alarms.append(_of_dead(dead))
+            texts = []
+            for key in dead[:MOST_NAMED]:
+                router, _, expert = key.partition(".")
+                texts.append(f"{expert} of block {router}")
+            if len(dead) > MOST_NAMED:
+                texts.append(f"{len(dead) - MOST_NAMED} more")
+            noun = "expert" if len(dead) == 1 else "experts"
+            alarms.append(f"dead {noun}, without a token for {SUSTAINED} steps: {', '.join(texts)}")
         return "; ".join(alarms)
 
     def state(self) -> dict[str, Any]:
@@ -111,15 +118,3 @@ def _excess(slots: Sequence[float], k: int) -> float:
     if even >= 1:
         return 0.0
     return (sum(sorted(slots)[-k:]) / sum(slots) - even) / (1 - even)
-
-
-def _of_dead(names: Sequence[str]) -> str:
-    """Alarm text for experts without tokens, which lists the first `MOST_NAMED` experts."""
-    texts = []
-    for name in names[:MOST_NAMED]:
-        block, _, expert = name.partition(".")
-        texts.append(f"{expert} of block {block}")
-    if len(names) > MOST_NAMED:
-        texts.append(f"{len(names) - MOST_NAMED} more")
-    noun = "expert" if len(names) == 1 else "experts"
-    return f"dead {noun}, without a token for {SUSTAINED} steps: {', '.join(texts)}"

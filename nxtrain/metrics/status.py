@@ -9,7 +9,7 @@ from typing import Any
 
 from nxtrain.common.batch_sizes import BatchSizes
 from nxtrain.common.text import short
-from nxtrain.metrics.meters import Clock, Pace
+from nxtrain.metrics.meters import Clock
 
 KINDS_S = ("data_s", "training_s", "waiting_s", "vote_s", "log_s", "evaluation_s", "checkpoint_s")
 """Record keys of the host's seconds by kind of work."""
@@ -23,11 +23,36 @@ PREFERENCES = ("reward_margin", "reward_accuracy", "reward_chosen", "reward_reje
 
 
 class Status:
-    """Texts of the status line for the newest record of a run."""
+    """Texts of the status line for the newest record of a run, with its elapsed and estimated remaining time.
+
+    Pauses are part of the time. The first step only starts the measurement, since its compilation and warm-up do not
+    recur.
+
+    Args:
+        total_steps: Steps of the run.
+        sizes: Global batch size of each step, to which its time is proportional.
+        clock: Clock.
+    """
 
     def __init__(self, total_steps: int, sizes: BatchSizes, clock: Clock = time.monotonic) -> None:
-        self.pace = Pace(total_steps, sizes, clock=clock)
+        self._total_steps, self._sizes = total_steps, sizes
+        self._clock = clock
+        self._start_s = clock()
+        self._first: tuple[int, float] | None = None
         self._val_loss: float | None = None
+
+    def elapsed_s(self) -> float:
+        """Seconds since this process began to train."""
+        return self._clock() - self._start_s
+
+    def eta_s(self, step: int) -> float | None:
+        """Seconds until the last step; None until two steps were measured."""
+        now = self._clock()
+        first_step, first_s = self._first = self._first or (step, now)
+        if step == first_step:
+            return None
+        left = self._sizes.before(self._total_steps) - self._sizes.before(step)
+        return left * (now - first_s) / (self._sizes.before(step) - self._sizes.before(first_step))
 
     def read(self, record: Mapping[str, Any]) -> tuple[int, list[str], str]:
         """Step, texts of values and remaining time of a record. The last held-out loss is shown until the next."""
@@ -38,7 +63,7 @@ class Status:
             values.append(f"val {self._val_loss:.4f}")
         values.append(f"{short(record['tokens_per_s'] or 0.0)} tokens/s")
         left = ""
-        eta_s = self.pace.eta_s(step)
+        eta_s = self.eta_s(step)
         if eta_s is not None:
             left = f"{duration(eta_s)} left"
         return step, values, left

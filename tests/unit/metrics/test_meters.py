@@ -1,4 +1,4 @@
-"""Speed, time left and the record of a step, on a clock that the test moves."""
+"""Speed and the record of a step, on a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nxtrain.common.batch_sizes import BatchSizes
-from nxtrain.metrics.meters import Pace, StepRecord, Throughput, ThroughputMeter
+from nxtrain.metrics.meters import StepRecord, Throughput, ThroughputMeter
 
 if TYPE_CHECKING:
     from tests.unit.metrics.conftest import FakeClock
@@ -32,25 +31,6 @@ def test_pauses_are_not_training_time_even_when_they_fail(clock: FakeClock) -> N
         clock.now += 100.0
         raise RuntimeError
     assert meter.read() == Throughput(tokens=10, tokens_per_s=5.0, step_time_s=2.0, mfu=None)
-
-
-def test_eta_leaves_out_the_first_step_that_carried_compilation(clock: FakeClock) -> None:
-    pace = Pace(100, BatchSizes(8), clock=clock)
-    clock.now += 600.0
-    assert pace.eta_s(41) is None
-    clock.now += 30.0
-    assert pace.eta_s(51) == 49 * 3.0
-    clock.now += 50.0
-    assert pace.eta_s(61) == 39 * 4.0
-    assert pace.elapsed_s() == 680.0
-    assert pace.eta_s(100) == 0.0
-
-
-def test_eta_weighs_the_steps_of_a_ramp_by_their_batches(clock: FakeClock) -> None:
-    pace = Pace(20, BatchSizes(40, ((10, 10),)), clock=clock)
-    assert pace.eta_s(2) is None
-    clock.now += 3.0  # three steps of 10 sequences; five of 10 and ten of 40 are left
-    assert pace.eta_s(5) == pytest.approx(45.0)
 
 
 def test_line_has_the_contract_keys_and_null_for_an_unknown_mfu() -> None:
