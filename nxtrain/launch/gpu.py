@@ -51,25 +51,13 @@ def gpu_variables(config: RunConfig, environ: Mapping[str, str]) -> tuple[Variab
     if config.recovery.in_job:
         variables.append(NO_END_BY_NCCL)
     if config.cluster.nodes > 1:
-        variables += _between_machines(config.cluster.instance)
+        reason = "NCCL's bootstrap avoids these interfaces, which do not leave the machine"
+        variables.append(Variable("NCCL_SOCKET_IFNAME", "^docker,lo,veth", reason, _NCCL))
+        machine = INSTANCE_TYPES.get(config.cluster.instance)
+        if machine is not None and machine.resource == GPU and machine.efa_devices:
+            reason = "libfabric of aws-ofi-nccl uses EFA, and fails instead of falling back to TCP"
+            variables.append(Variable("FI_PROVIDER", "efa", reason, _EFA))
+            if machine.name.startswith("p4d"):
+                reason = "the network reads and writes the memory of GPUs; later instances do so by themselves"
+                variables.append(Variable("FI_EFA_USE_DEVICE_RDMA", "1", reason, _EFA))
     return with_shell_values(variables, environ)
-
-
-def _between_machines(instance: str) -> list[Variable]:
-    variables = [
-        Variable(
-            "NCCL_SOCKET_IFNAME",
-            "^docker,lo,veth",
-            "NCCL's bootstrap avoids these interfaces, which do not leave the machine",
-            _NCCL,
-        )
-    ]
-    machine = INSTANCE_TYPES.get(instance)
-    if machine is None or machine.resource != GPU or not machine.efa_devices:
-        return variables
-    reason = "libfabric of aws-ofi-nccl uses EFA, and fails instead of falling back to TCP"
-    variables.append(Variable("FI_PROVIDER", "efa", reason, _EFA))
-    if instance.startswith("p4d"):
-        reason = "the network reads and writes the memory of GPUs; later instances do so by themselves"
-        variables.append(Variable("FI_EFA_USE_DEVICE_RDMA", "1", reason, _EFA))
-    return variables

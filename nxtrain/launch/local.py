@@ -108,8 +108,7 @@ def launch(
         elsewhere = "--dry-run and --target need no device"
         raise BackendError(f"backend.name={name} cannot run here: {devices.reason}\n    {elsewhere}")
     print(command, flush=True)
-    if stacks.DUMP is not None:
-        signal.signal(stacks.DUMP, signal.SIG_IGN)  # until the new program handles requests for stacks itself
+    signal.signal(stacks.DUMP, signal.SIG_IGN)  # until the new program handles requests for stacks itself
     os.execve(command.argv[0], command.argv, {**os.environ, **command.env})
 
 

@@ -11,8 +11,8 @@ launcher sets the variable only if the installed packages contain its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import PurePath
 
 from nxtrain.backends.neuron.sdk import SdkVersion
@@ -77,12 +77,16 @@ def native_environment(
         ),
     ]
     notes = []
-    for uncertain in _uncertain(config, locks):
-        named = uncertain.variables(reads)
-        variables += named
-        if not named:
-            names = " or ".join(uncertain.names)
-            notes.append(f"left out: {names} ({uncertain.reason}): nothing installed reads it")
+    for variable in _uncertain(config, locks):
+        names = (variable.name, *_OTHER_NAMES.get(variable.name, ()))
+        answers = {name: reads(name) for name in names}
+        if None in answers.values():
+            reason = f"{variable.reason}; set if torch-neuronx on the instance reads it"
+            variables.append(replace(variable, reason=reason))
+        elif any(answers.values()):
+            variables += [replace(variable, name=name) for name, is_read in answers.items() if is_read]
+        else:
+            notes.append(f"left out: {' or '.join(names)} ({variable.reason}): nothing installed reads it")
     if instance is not None:
         variables += [*host_variables(instance), *logical_cores(instance)]
     variables += network_variables(config, instance)
@@ -117,76 +121,53 @@ def rank_variables(
     return [given, Variable(VISIBLE_CORES, str(cores[local_rank]), reason, RUNTIME)], []
 
 
-@dataclass(frozen=True)
-class _Uncertain:
-    """Environment variable with little documentation, which is set only if the installed packages read it.
-
-    Args:
-        names: Names of the variable, the preferred name first.
-        value: Value of the variable.
-        reason: Reason why the run sets the variable.
-        instead: Hint for another value.
-        source: Page that documents the first name; empty if no page does.
-    """
-
-    names: Sequence[str]
-    value: str
-    reason: str
-    instead: str = ""
-    source: str = ""
-
-    def variables(self, reads: Reads) -> list[Variable]:
-        """Return the variable under each name that the packages read; under its first name if none are installed."""
-        answers = {name: reads(name) for name in self.names}
-        if None in answers.values():
-            why = f"{self.reason}; set if torch-neuronx on the instance reads it"
-            return [Variable(self.names[0], self.value, why, self.source or _PROBED, self.instead)]
-        return [
-            Variable(name, self.value, self.reason, self.source or _PROBED, self.instead)
-            for name, is_read in answers.items()
-            if is_read
-        ]
+_OTHER_NAMES = {"TORCH_NEURONX_ENABLE_HOST_CC": ("NEURON_RT_ENABLE_HOST_CC",)}
+"""Other names of the same variable, of which releases read one or several."""
 
 
-def _uncertain(config: RunConfig, locks: PurePath) -> list[_Uncertain]:
+def _uncertain(config: RunConfig, locks: PurePath) -> list[Variable]:
+    """Environment variables with little documentation, which are set only if the installed packages read them."""
     root, folders = config.compile.cache_dir, "unset it and use compile.cache_dir"
     variables = [
-        _Uncertain(
-            ("TORCH_NEURONX_NEFF_LOCAL_CACHE_DIR",),
+        Variable(
+            "TORCH_NEURONX_NEFF_LOCAL_CACHE_DIR",
             str(locks),
             "locks of compilations, by default in a folder of /tmp that all users and jobs of a machine share",
+            _PROBED,
             folders,
         ),
-        _Uncertain(
-            ("TORCH_NEURONX_NEFF_CACHE_LOCK_TIMEOUT",),
+        Variable(
+            "TORCH_NEURONX_NEFF_CACHE_LOCK_TIMEOUT",
             first_use_limit(config),
             "4 x recovery.hang_timeout_s: seconds that ranks wait for the rank that compiles their graph",
+            _PROBED,
             "unset it and use recovery.hang_timeout_s",
         ),
-        _Uncertain(("TORCH_NEURONX_HLO_CACHE_DIR",), str(root / FOLDERS["HLO"]), "lowered graphs", folders),
-        _Uncertain(
-            ("NKI_COMPILE_CACHE_URL",),
+        Variable("TORCH_NEURONX_HLO_CACHE_DIR", str(root / FOLDERS["HLO"]), "lowered graphs", _PROBED, folders),
+        Variable(
+            "NKI_COMPILE_CACHE_URL",
             str(root / FOLDERS["kernels"]),
             "compiled kernels, separate from other releases and users",
+            _PROBED,
             folders,
         ),
-        _Uncertain(
-            ("TORCH_NEURONX_ENABLE_HOST_CC", "NEURON_RT_ENABLE_HOST_CC"),
+        Variable(
+            "TORCH_NEURONX_ENABLE_HOST_CC",
             "1",
             "collectives run on a separate stream, in parallel with the computation",
-            source=EXPLORER,
+            EXPLORER,
         ),
-        _Uncertain(
-            ("TORCH_NEURONX_ENABLE_ASYNC_NRT",),
+        Variable(
+            "TORCH_NEURONX_ENABLE_ASYNC_NRT",
             "1",
             "the runtime queues work asynchronously, so that collectives overlap with the computation",
-            source=EXPLORER,
+            EXPLORER,
         ),
     ]
     if config.compile.optlevel:
         level = f"-O{config.compile.optlevel}"
         way_out = "unset it and use compile.optlevel"
-        variables.append(_Uncertain(("NEURON_COMPILER_OPT_LEVEL",), level, "compile.optlevel", way_out))
+        variables.append(Variable("NEURON_COMPILER_OPT_LEVEL", level, "compile.optlevel", _PROBED, way_out))
     return variables
 
 

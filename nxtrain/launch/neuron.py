@@ -124,7 +124,18 @@ def reexec_with_environment(config: RunConfig, environ: Mapping[str, str], local
         if is_native(config):
             present = torchneuron.support()
         if present.ok:
-            wanted += _missing_on_neuron(config, environ, local_world)
+            # Number of machines that torchrun joined: fewer after a loss, or one although the configuration has more.
+            nodes = int(environ.get("GROUP_WORLD_SIZE", config.cluster.nodes))
+            config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": nodes})})
+            needed = needs(config, environ, local_world)
+            if needed.problems:
+                raise ConfigError(needed.problems)
+            wanted += needed.variables
+            metrics = config.metrics
+            if is_native(config):
+                wanted += rank_variables(environ, int(environ.get("LOCAL_RANK", 0)), local_world)[0]
+            elif metrics.profile_steps and int(environ.get("RANK", 0)) not in metrics.profile_ranks:
+                wanted.append(Variable(INSPECT, "0", "not a rank of metrics.profile_ranks"))
     else:
         wanted += thread_variables(config, environ, local_world)
         if config.backend.deterministic:
@@ -150,22 +161,6 @@ def _reexec(variables: Iterable[Variable], environ: Mapping[str, str]) -> None:
     if complete != environ:
         restore_output()
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], complete)
-
-
-def _missing_on_neuron(config: RunConfig, environ: Mapping[str, str], local_world: int) -> list[Variable]:
-    # Number of machines that torchrun joined: fewer after a loss, or one although the configuration has more.
-    nodes = int(environ.get("GROUP_WORLD_SIZE", config.cluster.nodes))
-    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"nodes": nodes})})
-    wanted = needs(config, environ, local_world)
-    if wanted.problems:
-        raise ConfigError(wanted.problems)
-    of_rank: list[Variable] = []
-    metrics = config.metrics
-    if is_native(config):
-        of_rank = rank_variables(environ, int(environ.get("LOCAL_RANK", 0)), local_world)[0]
-    elif metrics.profile_steps and int(environ.get("RANK", 0)) not in metrics.profile_ranks:
-        of_rank = [Variable(INSPECT, "0", "not a rank of metrics.profile_ranks")]
-    return [*wanted.variables, *of_rank]
 
 
 def reexec_on_cores(cores: str, environ: Mapping[str, str], local_rank: int, local_world: int) -> None:

@@ -165,7 +165,7 @@ class Agent(LocalElasticAgent):
         self._budget = self._remaining_restarts
         self._furthest = self._reached()
         if self.starts:
-            self._count_restart()
+            self._worker_group.spec.max_restarts += 1  # torch counts only restarts that a failed rank has caused
         self._listen()
 
     def _listen(self) -> None:
@@ -214,13 +214,9 @@ class Agent(LocalElasticAgent):
         return started
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if worker_group.state == WorkerState.HEALTHY:  # another agent was started again
-            self._count_restart()
+        if worker_group.state == WorkerState.HEALTHY:  # another agent was started again, which torch does not count
+            self._worker_group.spec.max_restarts += 1
         super()._restart_workers(worker_group)
-
-    def _count_restart(self) -> None:
-        """Count a restart that was not caused by a failed rank, which torch does not count."""
-        self._worker_group.spec.max_restarts += 1
 
     def _invoke_run(self, *args: Any, **kwargs: Any) -> RunResult:
         try:

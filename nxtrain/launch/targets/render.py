@@ -77,7 +77,13 @@ def launch_on(
         if left:
             print(f"{out} also has {', '.join(left)} of another launch; delete what is not meant", file=sys.stderr)
     elif target == "slurm":
-        _submit(files[SCRIPT])
+        sbatch = shutil.which("sbatch")
+        if sbatch is None:
+            hint = "start this on a node of the cluster, or use --out DIR to write the script"
+            raise BackendError(f"sbatch, a program of Slurm, is not on PATH; {hint}")
+        done = subprocess.run([sbatch], input=files[SCRIPT].encode(), check=False)
+        if done.returncode:
+            raise BackendError(f"sbatch ended with {done.returncode}; the lines above say why")
     else:
         raise ConfigError(
             f"--target {target} cannot submit a job: use --out DIR to write its files, or --dry-run to print them"
@@ -98,13 +104,3 @@ def _warn_of_pods(job: ClusterJob) -> None:
     reason = lost_run_folder(job, SHARED, [SHARED])
     if reason:
         print(f"warning: pytorchjob.yaml: run.dir={reason}; {kubernetes.WAY_OUT}", file=sys.stderr)
-
-
-def _submit(script: str) -> None:
-    sbatch = shutil.which("sbatch")
-    if sbatch is None:
-        hint = "start this on a node of the cluster, or use --out DIR to write the script"
-        raise BackendError(f"sbatch, a program of Slurm, is not on PATH; {hint}")
-    done = subprocess.run([sbatch], input=script.encode(), check=False)
-    if done.returncode:
-        raise BackendError(f"sbatch ended with {done.returncode}; the lines above say why")
