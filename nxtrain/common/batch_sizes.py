@@ -6,7 +6,7 @@ Both are pure functions of the step. Both may grow in stages at the beginning of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -75,8 +75,9 @@ class BatchSizes:
     def before(self, step: int) -> int:
         """Number of sequences that the first `step` updates consume."""
         rows, first = self.offset, 0
-        for end, batch in self._bounded(step):
-            rows, first = rows + (end - first) * batch, end
+        for end, batch in (*self.stages, (step, self.last)):
+            end_or_step = min(end, step)
+            rows, first = rows + (end_or_step - first) * batch, end_or_step
         return rows
 
     def steps_for(self, rows: float) -> int:
@@ -87,18 +88,6 @@ class BatchSizes:
                 return begin + math.ceil((rows - self.before(begin)) / batch)
             begin = end
         return begin + math.ceil((rows - self.before(begin)) / self.last)
-
-    def _bounded(self, step: int) -> Iterator[tuple[int, int]]:
-        """Iterate over the stages before `step`, as pairs of the stage's end and its global batch size.
-
-        The last pair ends at `step`.
-        """
-        for end, batch in self.stages:
-            if end >= step:
-                yield step, batch
-                return
-            yield end, batch
-        yield step, self.last
 
 
 @dataclass(frozen=True)

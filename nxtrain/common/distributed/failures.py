@@ -227,7 +227,16 @@ class FailureReporter:
             failure.publish(text if text.startswith(me) else f"{me} failed: {type(error).__name__}: {text}")
             return error
         if isinstance(lost, HangError):
-            return self._hung(lost)
+            # The error names the hanging rank, unless this rank's own peer hangs, or nothing else is known.
+            hangs = failure.find_hanging_rank(self._rank, lost.peer)
+            if hangs is not None:
+                limit = f"recovery.hang_timeout_s={self._hang_timeout_s:g}"
+                failure.publish(f"{self._rank_name(hangs)} did not come within {limit} seconds")
+            if hangs is not None and hangs == lost.peer:
+                return lost
+            # Other ranks may detect the hang a little later, or wait for the hanging rank themselves.
+            first = failure.await_first(2 * GRACE_S)
+            return HangError(f"{first}\n{me} waited too: {lost}") if first else lost
         if lost.peer is None:
             first = failure.await_first(SOON_S) or failure.publish(first_line(lost))
         else:
@@ -235,16 +244,3 @@ class FailureReporter:
         if first in str(lost):
             return lost
         return LostPeerError(f"{first}\n{me} needs it, and ends too", lost.peer)
-
-    def _hung(self, error: HangError) -> Exception:
-        """Error that names the hanging rank; `error` itself if this rank's peer hangs, or if nothing else is known."""
-        failure = self._first_failure
-        hangs = failure.find_hanging_rank(self._rank, error.peer)
-        if hangs is not None:
-            limit = f"recovery.hang_timeout_s={self._hang_timeout_s:g}"
-            failure.publish(f"{self._rank_name(hangs)} did not come within {limit} seconds")
-        if hangs is not None and hangs == error.peer:
-            return error
-        # Other ranks may detect the hang a little later, or wait for the hanging rank themselves.
-        first = failure.await_first(2 * GRACE_S)
-        return HangError(f"{first}\n{self._rank_name(self._rank)} waited too: {error}") if first else error

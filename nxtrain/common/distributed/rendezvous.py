@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import socket
 from datetime import timedelta
-from threading import Thread
+from functools import partial
 
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from nxtrain.common.distributed.failures import first_line
 from nxtrain.common.errors import BackendError
+from nxtrain.common.process.background import BackgroundTask
 from nxtrain.common.process.placement import Placement
 from nxtrain.common.text import listed
 
@@ -65,24 +66,19 @@ def connect(host: str, port: int, rank: int, timeout: timedelta) -> Store:
 
 def _within(timeout: timedelta, host: str, port: int, rank: int) -> Store:
     """Connect to the store in a thread, which is abandoned at the timeout."""
-    stores: list[Store] = []
-    failed: list[Exception] = []
-
-    def attempt() -> None:
+    attempt = BackgroundTask("nxtrain-meeting", partial(connect, host, port, rank, timeout))
+    attempt.start()
+    attempt.join(timeout.total_seconds() + LATE_S)
+    why = f"no answer within {timeout.total_seconds():g} seconds"
+    failed: Exception | None = None
+    if attempt.done:
         try:
-            stores.append(connect(host, port, rank, timeout))
+            return attempt.result()
         except (DistError, ValueError, TypeError) as error:
-            failed.append(error)
-
-    thread = Thread(target=attempt, name="nxtrain-meeting", daemon=True)
-    thread.start()
-    thread.join(timeout.total_seconds() + LATE_S)
-    if stores:
-        return stores[0]
-    why = first_line(failed[0]) if failed else f"no answer within {timeout.total_seconds():g} seconds"
+            why, failed = first_line(error), error
     if "EADDRINUSE" in why:
         raise _no_store(f"port {port} is in use on this machine, by another program or an earlier run")
-    raise _no_store(f"{_probe(host, port)} ({why})") from (failed[0] if failed else None)
+    raise _no_store(f"{_probe(host, port)} ({why})") from failed
 
 
 def _probe(host: str, port: int) -> str:

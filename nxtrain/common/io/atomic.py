@@ -51,7 +51,13 @@ def replacing(path: Path, *, durable: bool, shared: bool = False) -> Iterator[Pa
     if shared:
         suffix = uuid.uuid4().hex
     draft = path.with_name(f".{path.name}.{suffix}")
-    _refuse_other_kinds(path)
+    kind = ""
+    with suppress(OSError):  # an absent path is free, and the write reports any other error
+        kind = kind_of(os.stat(path).st_mode)
+        if path.is_symlink() and os.readlink(path).startswith("/proc/"):
+            kind = "the name of an open stream"
+    if kind:
+        raise FileExistsError(errno.EEXIST, f"it is {kind}, not a file", str(path))
     try:
         with naming(path, draft):
             yield draft
@@ -63,17 +69,6 @@ def replacing(path: Path, *, durable: bool, shared: bool = False) -> Iterator[Pa
             draft.unlink(missing_ok=True)
     if durable:
         sync_folder(path.parent)
-
-
-def _refuse_other_kinds(path: Path) -> None:
-    """Raise a FileExistsError if a device, a FIFO, a socket, or the name of an open stream is at the path."""
-    kind = ""
-    with suppress(OSError):  # an absent path is free, and the write reports any other error
-        kind = kind_of(os.stat(path).st_mode)
-        if path.is_symlink() and os.readlink(path).startswith("/proc/"):
-            kind = "the name of an open stream"
-    if kind:
-        raise FileExistsError(errno.EEXIST, f"it is {kind}, not a file", str(path))
 
 
 def replace_bytes(path: Path, content: bytes, *, durable: bool, shared: bool = False) -> None:

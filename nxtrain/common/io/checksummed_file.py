@@ -83,7 +83,8 @@ class ChecksummedWriter:
     """Sequential writer of a new file in checksummed blocks; `close` syncs the file to the disk."""
 
     def __init__(self, path: Path) -> None:
-        self._file, self._direct = _open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        self._file, self._direct = _open(lambda more: os.open(path, flags | more, 0o644))
         # One thread, so that the disk gets blocks in sequence, which is fastest.
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="nxtrain-write")
         self._underway: deque[tuple[Future[None], mmap.mmap | None]] = deque()
@@ -194,7 +195,7 @@ class FileSource:
     def __init__(self, path: Path) -> None:
         self.name = path
         try:
-            self._file, self._direct = retry_budget.read(lambda: _open_to_read(path), path)
+            self._file, self._direct = retry_budget.read(lambda: _open(partial(open_regular, path)), path)
         except OSError as error:
             raise damage(path, error) from error
         self.num_bytes = os.fstat(self._file).st_size
@@ -279,28 +280,27 @@ class ChecksummedReader:
         """True if more than `number` copies have the expected length. Further copies are opened as needed."""
         with self._opening:
             while len(self._sources) <= number and self._unopened:
-                with suppress(DamagedError):
-                    self._sources.append(self._opened(self._unopened.popleft()))
+                try:
+                    source = self._unopened.popleft()()
+                    if source.num_bytes != self._stored.num_bytes:
+                        source.close()
+                        reason = f"it has {source.num_bytes:,} bytes instead of {self._stored.num_bytes:,}"
+                        raise DamagedError(source.name, reason)
+                    self._sources.append(source)
+                except DamagedError as error:
+                    self.damage.append(error)
         return len(self._sources) > number
 
-    def _opened(self, source_of: Callable[[], ByteSource]) -> ByteSource:
-        try:
-            source = source_of()
-            if source.num_bytes == self._stored.num_bytes:
-                return source
-            source.close()
-            reason = f"it has {source.num_bytes:,} bytes instead of {self._stored.num_bytes:,}"
-            raise DamagedError(source.name, reason)
-        except DamagedError as error:
-            self.damage.append(error)
-            raise
-
     def _read(self, index: int, buffer: mmap.mmap) -> memoryview:
+        start, stop = self._stored.block(index)
         number = 0
         while True:
             source = self._sources[number]
             try:
-                return self._verified(source, index, memoryview(buffer))
+                content = _filled(source, memoryview(buffer), start, stop - start)
+                if xxh3_64_hexdigest(content) != self._stored.xxh3[index]:
+                    raise DamagedError(source.name, f"bytes {start:,} to {stop:,} are not those that were written")
+                return content
             except (DamagedError, OSError) as error:
                 number += 1
                 if not self._has(number):
@@ -309,13 +309,6 @@ class ChecksummedReader:
                     self.damage.append(error)
                 else:
                     self.damage.append(DamagedError(source.name, f"{error}"))
-
-    def _verified(self, source: ByteSource, index: int, view: memoryview) -> memoryview:
-        start, stop = self._stored.block(index)
-        content = _filled(source, view, start, stop - start)
-        if xxh3_64_hexdigest(content) != self._stored.xxh3[index]:
-            raise DamagedError(source.name, f"bytes {start:,} to {stop:,} are not those that were written")
-        return content
 
 
 def digest_of(path: Path) -> FileDigest:
@@ -363,21 +356,11 @@ def _disable_direct_access(file: int) -> None:
     fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~_DIRECT)
 
 
-def _open_to_read(path: Path) -> tuple[int, bool]:
-    """Open a regular file for reading; return its descriptor, and True if it uses direct I/O."""
+def _open(open_file: Callable[[int], int]) -> tuple[int, bool]:
+    """Open a file by a function of further flags; return its descriptor, and True if it uses direct I/O."""
     try:
-        return open_regular(path, _DIRECT), bool(_DIRECT)
+        return open_file(_DIRECT), bool(_DIRECT)
     except OSError as error:
         if isinstance(error, FileNotFoundError | PermissionError | NotRegularError):
             raise
-        return open_regular(path), False
-
-
-def _open(path: Path, flags: int) -> tuple[int, bool]:
-    """Open a file with some flags; return its descriptor, and True if it uses direct I/O."""
-    try:
-        return os.open(path, flags | _DIRECT, 0o644), bool(_DIRECT)
-    except OSError as error:
-        if isinstance(error, FileNotFoundError | PermissionError):
-            raise
-        return os.open(path, flags, 0o644), False
+        return open_file(0), False

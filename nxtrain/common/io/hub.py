@@ -152,10 +152,14 @@ class HubName:
                 f"the cache in {self._cached} lacks {listed(absent, _SHOWN)}, and HF_HUB_OFFLINE is set",
                 f"fetch with a network: hf download {self.repository}{self._option} --revision {self.revision}",
             )
-        with self._explained(), self._locked():
-            absent = self._absent(files)  # another process may have fetched them in the meantime
-            if absent:
-                self._download(absent, print_line)
+        from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+
+        with self._explained():
+            self._cached.mkdir(parents=True, exist_ok=True)
+            with WeakFileLock(self._cached / ".nxtrain.lock"):
+                absent = self._absent(files)  # another process may have fetched them in the meantime
+                if absent:
+                    self._download(absent, print_line)
         absent = self._absent(files)
         if absent:
             raise StorageError(f"download of {self} lacks {listed(absent, _SHOWN)}; start again, or see {self.page}")
@@ -225,15 +229,6 @@ class HubName:
             allow_patterns=[glob.escape(file) for file in files],
             tqdm_class=HubBar,
         )
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold a lock of the repository's cache folder on this machine."""
-        from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
-
-        self._cached.mkdir(parents=True, exist_ok=True)
-        with WeakFileLock(self._cached / ".nxtrain.lock"):
-            yield
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -121,22 +121,17 @@ def storage(path: str) -> str:
         return path
     scheme = scheme_of(path)
     if scheme:
+        rest = path[len(scheme) :].lstrip(":/")
+        hint = "use one of these"
+        meant = get_close_matches(scheme.lower(), [*_COPYING, *_OTHER_NAMES], n=1)
+        if meant:
+            hint += f"; did you mean {_OTHER_NAMES.get(meant[0], meant[0])}://{rest}?"
+        elif scheme.lower() == "file":
+            hint += f"; did you mean /{rest}?"
         raise ValueError(
-            f"an address of {scheme}, and nxtrain has access to folders and to {BUCKET_FORMS} only; "
-            f"use one of these{_meant(path, scheme)}"
+            f"an address of {scheme}, and nxtrain has access to folders and to {BUCKET_FORMS} only; {hint}"
         )
     return expand_home(path)
-
-
-def _meant(path: str, scheme: str) -> str:
-    """Correction for a misspelt object storage address or for a path written as an address; empty if there is none."""
-    rest = path[len(scheme) :].lstrip(":/")
-    meant = get_close_matches(scheme.lower(), [*_COPYING, *_OTHER_NAMES], n=1)
-    if meant:
-        return f"; did you mean {_OTHER_NAMES.get(meant[0], meant[0])}://{rest}?"
-    if scheme.lower() == "file":
-        return f"; did you mean /{rest}?"
-    return ""
 
 
 def storage_path(text: str) -> Path:

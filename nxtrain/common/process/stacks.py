@@ -14,7 +14,6 @@ from pathlib import Path
 
 from nxtrain.common.errors import HangError
 
-_MONOTONIC = getattr(time, "CLOCK_MONOTONIC", 1)
 _IN_A_THREAD = 2
 """Value of SIGEV_THREAD in signal.h, equal on all Linux systems."""
 
@@ -56,7 +55,7 @@ class HardExitTimer:
         if self._library is not None:
             exit_process = ctypes.cast(self._library._exit, ctypes.c_void_p).value
             event = _Event(value=code, notify=_IN_A_THREAD, function=exit_process)
-            if self._library.timer_create(_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)):
+            if self._library.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)):
                 self._library = None
 
     @property
@@ -81,7 +80,7 @@ def _library() -> ctypes.CDLL | None:
     return None
 
 
-DUMP = getattr(signal, "SIGUSR2", None)
+DUMP = signal.SIGUSR2
 """Signal on which a process prints the stacks of its threads."""
 
 PRINT_S = 0.5
@@ -95,7 +94,7 @@ def answer_requests() -> None:
     walks a frame that is just being made. Of 14,000 signals to a process that ran Python code without a pause, 2
     crashed CPython 3.11.7. A rank waits or computes outside of Python most of the time.
     """
-    if DUMP is not None and _has_descriptor():
+    if _has_descriptor():
         faulthandler.unregister(DUMP)
         with suppress(ValueError):  # only the main thread can
             signal.signal(DUMP, signal.SIG_IGN)

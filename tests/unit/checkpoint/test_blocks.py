@@ -134,7 +134,8 @@ def test_direct_access_that_is_refused_after_the_file_was_opened_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on some network file systems."""
-    probe, has_direct = checksummed_file._open(tmp_path / "probe", os.O_WRONLY | os.O_CREAT)
+    flags = os.O_WRONLY | os.O_CREAT
+    probe, has_direct = checksummed_file._open(lambda more: os.open(tmp_path / "probe", flags | more))
     os.close(probe)
     if not has_direct:
         pytest.skip("this file system opens no file for direct access; runs with TMPDIR on ext4, xfs or Lustre")
