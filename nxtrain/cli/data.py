@@ -185,7 +185,7 @@ def prepare(
         said = "holds this corpus already"
         if is_new:
             said = "holds a copy"
-        standard_error().print(f"{upload} {said}", markup=False)
+        standard_error().print(f"{upload} {said}")
 
 
 @data.command(epilog="Example: nxtrain data inspect docs --only *.md --json")
@@ -228,7 +228,7 @@ def inspect(
     if as_json:
         write_document(inspection)
     else:
-        present_inspection(inspection, Console(markup=False, highlight=False))
+        present_inspection(inspection, Console(markup=False, highlight=False, emoji=False))
     refuse_incomplete(inspection)
 
 

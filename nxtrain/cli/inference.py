@@ -198,10 +198,10 @@ def _name_source(address: str, model: Trained, *, is_named: bool) -> None:
         return
     console = standard_error()
     if not is_named:
-        console.print(f"from {model.location}, step {model.step:,}", markup=False)
+        console.print(f"from {model.location}, step {model.step:,}")
     warning = choice_of(address, model.location)
     if warning:
-        console.print(warning, markup=False)
+        console.print(warning)
 
 
 def start_with_threads(checkpoint: str, visible_cores: str, tokens: int) -> Placement:

@@ -146,7 +146,7 @@ def _report(error: NxtrainError, placement: Placement) -> None:
     # All ranks stop together, which is not an error.
     if isinstance(error, StoppedBySignal):
         if placement.is_leader:
-            standard_error().print(str(error), markup=False)
+            standard_error().print(str(error))
         return
     console = standard_error()
     is_of_all = not placement.is_launched or (isinstance(error, ConfigError) and placement.is_leader)

@@ -94,7 +94,7 @@ class RetryingSink:
             self._write()
         missing = len(self._waiting) + self._num_lost
         if missing:
-            _print_line(f"warning: {missing} records are missing in {self.name}, which could not be written")
+            standard_error().print(f"warning: {missing} records are missing in {self.name}, which could not be written")
         self._close_sink()
 
     def _write(self) -> None:
@@ -111,13 +111,13 @@ class RetryingSink:
             self._again_s = now_s + REST * (now_s - began_s)
             if not self._in_trouble:
                 why = error.strerror or str(error)
-                _print_line(
+                standard_error().print(
                     f"warning: {self.name} cannot be written: {why}; training goes on, and its records wait in memory"
                 )
             self._in_trouble = True
         else:
             if self._in_trouble:
-                _print_line(f"{self.name} is written again, up to step {self._last}")
+                standard_error().print(f"{self.name} is written again, up to step {self._last}")
             self._in_trouble = False
 
     def _close_sink(self) -> None:
@@ -131,10 +131,6 @@ def refuse_deleted(descriptor: int, path: object) -> None:
     """Raise a FileNotFoundError for an open file that was deleted."""
     if not os.fstat(descriptor).st_nlink:
         raise FileNotFoundError(f"{path} was deleted")
-
-
-def _print_line(line: str) -> None:
-    standard_error().print(line, markup=False)
 
 
 class PrometheusSink:

@@ -13,7 +13,7 @@ from nxtrain.common.distributed.failures import loss
 from nxtrain.common.distributed.replacement import end_waits, refuse, rejoin, without_stacks
 from nxtrain.common.errors import LostPeerError, RestartError, StoppedBySignal
 from nxtrain.common.process.clock import Instant, now
-from nxtrain.common.process.console import PipeSafeConsole, standard_error
+from nxtrain.common.process.console import standard_error
 from nxtrain.common.process.deadlines import CLOSING_S, close_with_deadline, open_with_deadline
 from nxtrain.common.process.placement import Placement
 from nxtrain.common.process.signals import Signals
@@ -95,7 +95,7 @@ def train_on(context: RunContext, memory: RankMemory | None = None) -> None:
             context.print_line(warning)
     if backend.extracts:
         # Printed on every node, since the compiler's tool on each node reads the lines of that node's ranks.
-        console = PipeSafeConsole(stderr=True, soft_wrap=True, quiet=backend.local_rank != 0)
+        console = standard_error(quiet=backend.local_rank != 0)
         extract_graphs(context.plan, backend, mesh, console.print)
         return
     run = assemble(context, memory or RankMemory())

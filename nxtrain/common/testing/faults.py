@@ -31,7 +31,6 @@ def arm(text: str, run_dir: Path, rank: int) -> None:
     standard_error(quiet=rank != 0).print(
         f"warning: {VARIABLE} is set, and this run will be broken on purpose: {', '.join(f.text for f in faults)}",
         style="yellow",
-        markup=False,
     )
     _Armed(faults, run_dir / FAULTS_DIR, rank).wrap()
 
@@ -150,9 +149,7 @@ class _Armed:
                 (self._folder / f"{name}.step{step}.rank{self._rank}").touch(exist_ok=False)
             except FileExistsError:
                 return False
-        standard_error().print(
-            f"rank {self._rank}: fault {fault.text} fires in step {step}", style="yellow", markup=False
-        )
+        standard_error().print(f"rank {self._rank}: fault {fault.text} fires in step {step}", style="yellow")
         return True
 
     def _on_gradients(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -82,8 +82,7 @@ def teach_on(backend: Backend, model: Trained, samples: FileSamples, out: Path, 
     share = units / PROBABILITY_UNITS / targets
     console.print(
         f"{out}: {k} tokens for each of {targets:,} targets, with {share:.1%} of the teacher's probability on average; "
-        f"train with data.source=tokens data.path={samples.name} data.teacher={out} data.teacher_k={k}",
-        markup=False,
+        f"train with data.source=tokens data.path={samples.name} data.teacher={out} data.teacher_k={k}"
     )
 
 

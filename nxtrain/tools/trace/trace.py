@@ -135,7 +135,7 @@ class _Recorder(RunObserver):
 
     def _print(self, text: str) -> None:
         self.next_line_s = time.monotonic() + LINE_EVERY_S
-        standard_error().print(f"rank {self.rank} ({self.num_begun} of {self.num_ranks}): {text}", markup=False)
+        standard_error().print(f"rank {self.rank} ({self.num_begun} of {self.num_ranks}): {text}")
 
     @contextmanager
     def act(self, action: Action) -> Iterator[None]:
