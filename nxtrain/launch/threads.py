@@ -72,7 +72,9 @@ def inference_variables(
 
 def num_cores() -> int:
     """Number of cores that this process may use; a cluster may grant only some cores of the machine."""
-    return len(os.sched_getaffinity(0))
+    if hasattr(os, "sched_getaffinity"):  # macOS lacks it
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _variables(busy: int, environ: Mapping[str, str], num_ranks: int, *, neuron: bool = False) -> tuple[Variable, ...]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", None)  # of Linux; counts in sleep too, the same for all processes
+
 
 @dataclass(frozen=True)
 class Instant:
@@ -32,8 +34,7 @@ class Instant:
 
 def now() -> Instant:
     """Return the current instant."""
-    up = time.clock_gettime(time.CLOCK_BOOTTIME)  # counts in sleep too, the same for all processes
-    return Instant(_boot_id(), up, time.time())
+    return Instant(_boot_id(), time.monotonic() if _CLOCK is None else time.clock_gettime(_CLOCK), time.time())
 
 
 def process_began() -> Instant:
