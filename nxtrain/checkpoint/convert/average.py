@@ -17,7 +17,7 @@ from torch import Tensor
 from nxtrain.checkpoint import directory
 from nxtrain.checkpoint.convert.hf import CHECKPOINT_FILES, refuse_to_overwrite
 from nxtrain.checkpoint.load import open_checkpoint, read_shards, whole_weights
-from nxtrain.checkpoint.meta import Meta
+from nxtrain.checkpoint.meta import Meta, read_meta
 from nxtrain.checkpoint.mirror import checkpoints_in, locate_checkpoint
 from nxtrain.checkpoint.save import read_back, write
 from nxtrain.checkpoint.shards import MODEL, TensorShard
@@ -37,6 +37,8 @@ _EQUAL = ("family", "config", "dtype", "adapter", "base_fingerprint", "tokenizer
 def sources_of(addresses: Sequence[str], last: int = 0) -> list[Location]:
     """List the checkpoints to average: each address is a checkpoint, or a run folder with several checkpoints.
 
+    A checkpoint that several addresses name, such as a run folder and its mirror, is listed once.
+
     Args:
         addresses: Run folders, `checkpoints` folders, mirrors and checkpoints, on disks or in buckets.
         last: Number of newest checkpoints per folder; 0 for all.
@@ -54,12 +56,22 @@ def sources_of(addresses: Sequence[str], last: int = 0) -> list[Location]:
         if not found and not (isinstance(location, Path) and location.is_dir()):
             locate_checkpoint(address)  # raises the error of an address without a checkpoint
         sources += found[-last:]
+    sources = _distinct(sources)
     if len(sources) < 2:  # noqa: PLR2004 - the fewest that have a mean
         raise ConfigError(
             f"{', '.join(addresses)} name {len(sources)} checkpoint, but an average needs two or more; "
             "name steps, such as RUN/checkpoints/step-00000100, or a run folder with several"
         )
     return sources
+
+
+def _distinct(sources: Sequence[Location]) -> list[Location]:
+    """Leave out copies of checkpoints that come earlier in the list."""
+    known: dict[tuple[int, int], Location] = {}
+    for source in sources:
+        meta = read_meta(source)
+        known.setdefault((meta.step, meta.manifest_crc32), source)
+    return list(known.values())
 
 
 def average(sources: Sequence[Location], dst: Path) -> None:

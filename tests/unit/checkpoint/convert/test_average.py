@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,21 @@ def test_checkpoints_of_different_models_are_refused(tmp_path: Path, field: str,
     with pytest.raises(CheckpointError, match=rf"step-00000002 and .*step-00000001 differ in {field}"):
         average(sources_of([str(tmp_path / "run")]), tmp_path / "mean")
     assert not (tmp_path / "mean").exists()
+
+
+def test_a_checkpoint_and_its_copy_count_once(tmp_path: Path) -> None:
+    """As a run folder and its mirror have them."""
+    for step in (1, 2):
+        saved(tmp_path / "run", step)
+    shutil.copytree(tmp_path / "run/checkpoints", tmp_path / "mirror")
+    run, mirror = (str(tmp_path / name) for name in ("run", "mirror"))
+    average(sources_of([run]), tmp_path / "mean")
+    average(sources_of([run, mirror, f"{run}/checkpoints/step-00000002"]), tmp_path / "same")
+    means = loaded(tmp_path / "mean")
+    for name, tensor in loaded(tmp_path / "same").items():
+        assert torch.equal(tensor, means[name]), name
+    with pytest.raises(ConfigError, match="name 1 checkpoint, but an average needs two"):
+        sources_of([f"{run}/checkpoints/step-00000002", f"{mirror}/step-00000002"])
 
 
 def test_the_command_says_which_steps_it_took(tmp_path: Path) -> None:
