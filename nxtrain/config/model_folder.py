@@ -201,4 +201,4 @@ def _not_here(text: str) -> str:
 
 
 def _print_line(line: str) -> None:
-    standard_error(quiet=not Placement.read().speaks_for_node).print(line, markup=False)
+    standard_error(quiet=not Placement.read().speaks_for_node).print(line)

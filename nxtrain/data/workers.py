@@ -229,11 +229,8 @@ class Workers:
         with self._closing:
             if self._closed or failures > policy.restarts:
                 raise WorkerError(f"{message}. data.worker_restarts={policy.restarts} allows no further replacement")
-            standard_error().print(
-                f"WARNING: {message}; a new worker continues after the last received row",
-                style="yellow",
-                markup=False,
-            )
+            warning = f"WARNING: {message}; a new worker continues after the last received row"
+            standard_error().print(warning, style="yellow")
             old.signal(SIGKILL)
             old.close()
             self.members[number] = self._start(number)

@@ -36,7 +36,7 @@ class ConsoleWatcher(Watcher):
 
     def begin(self, what: str, num_bytes: int) -> None:
         """Print the sources."""
-        self._console.print(f"sources: {what}, {size(num_bytes)}", markup=False)
+        self._console.print(f"sources: {what}, {size(num_bytes)}")
         self._progress.total = num_bytes
 
     def advance(self, num_bytes: int, counts: Counts) -> None:
@@ -49,11 +49,11 @@ class ConsoleWatcher(Watcher):
 
     def print_line(self, line: str) -> None:
         """Print a line before the preparation begins."""
-        self._console.print(line, markup=False)
+        self._console.print(line)
 
     def bad(self, text: str) -> None:
         """Print a skipped row with its reason."""
-        self._console.print(f"skipped: {text}", markup=False)
+        self._console.print(f"skipped: {text}")
 
     def asked_to_stop(self) -> str:
         """Name of the first stop signal; empty if there was none."""
@@ -63,17 +63,17 @@ class ConsoleWatcher(Watcher):
         """Print the counts of the finished preparation."""
         counts, outputs = outcome.summary, outcome.outputs
         if not outcome.is_new:
-            self._console.print(f"nothing to do: {outputs.out} holds these sources already", markup=False)
+            self._console.print(f"nothing to do: {outputs.out} holds these sources already")
         if not counts:
             return
         tokens = ""
         if counts["tokens"]:
             tokens = f", {counts['tokens']:,} tokens"
         line = f"{outputs.out}: {counts['documents']:,} documents, {size(counts['bytes'])} of text{tokens}"
-        self._console.print(f"{line}; {counts['rows']:,} rows read, {counts['empty']:,} of them empty", markup=False)
+        self._console.print(f"{line}; {counts['rows']:,} rows read, {counts['empty']:,} of them empty")
         if counts["skipped"]:
             listed = ", ".join(f"{reason} {number:,}" for reason, number in counts["skipped"].items())
-            self._console.print(f"skipped: {listed}; see {outputs.bad}", markup=False)
+            self._console.print(f"skipped: {listed}; see {outputs.bad}")
 
 
 def present_inspection(statistics: dict[str, Any], console: Console) -> None:

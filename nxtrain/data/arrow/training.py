@@ -297,7 +297,7 @@ def _train_tokenizer(run: RunCorpora, vocab_size: int, workdir: Path) -> Path:
         return path
     num_bytes = min(_TOKENIZER_BYTES, sum(corpus.value_bytes for corpus in run.corpora))
     line = f"training a tokenizer of {vocab_size:,} entries on at most {num_bytes:,} bytes of text"
-    standard_error().print(line, markup=False)
+    standard_error().print(line)
 
     def texts(progress: Progress) -> Iterator[str]:
         num_read = 0
@@ -383,7 +383,7 @@ def _write_training(run: RunCorpora, made_by: str, encoded: Encoded, workdir: Pa
     if opened_before(file) is not None:
         return file
     (corpus,) = run.corpora
-    standard_error().print(f"tokenizing {corpus.value_bytes:,} bytes of {run.name}", markup=False)
+    standard_error().print(f"tokenizing {corpus.value_bytes:,} bytes of {run.name}")
     documents = encoded(corpus, held_out=run.held_out)
     with Progress("tokenizing", corpus.value_bytes) as progress:
         write_stream(file, _marked(documents, on_held_out_side=False, progress=progress))
