@@ -158,14 +158,18 @@ def test_each_tensor_is_cast_once_and_its_arithmetic_is_in_float32(case: str, ha
 
 
 def test_parameters_are_the_float32_update_rounded_once(hardware: dict[str, Update]) -> None:
-    """To the nearest number, which XLA:CPU's cast takes: no entry is off by more than half the distance to the next."""
+    """To the nearest number, which XLA:CPU's cast takes: no entry is off by more than half the distance to the next.
+
+    The update itself is rounded in float32, which shows where it nearly cancels the parameter.
+    """
     update = hardware["fp32 state"]
     moved = 0
     for name, old in update.before.items():
         exact = stepped(old, update.state["exp_avg"][name], update.state["exp_avg_sq"][name])
         new = update.after[name]
         half = torch.exp2(torch.floor(torch.log2(exact.abs())) - 8)
-        assert bool(((new.double() - exact).abs() <= half * (1 + 1e-3)).all()), name
+        of_float32 = torch.finfo(torch.float32).eps * old.double().abs()
+        assert bool(((new.double() - exact).abs() <= half * (1 + 1e-3) + of_float32).all()), name
         moved += int((new != old).sum())
     assert moved > 0.9 * sum(x.numel() for x in update.before.values())
 
