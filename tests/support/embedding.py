@@ -21,7 +21,7 @@ HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 WIDTH = 6
 
 
-def drawn_tokens(rng: Random) -> tuple[int, Tensor]:
+def frequent_tokens(rng: Random) -> tuple[int, Tensor]:
     """Size of a vocabulary, and tokens (S, B) of which some ids come thousands of times, and others never."""
     vocab_size = rng.choice((1, 3, 40, 500))
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
@@ -35,7 +35,7 @@ def wrong_gradients(parallel: TensorParallel, put: Callable[[Tensor], Tensor], d
     """Draws whose gradient differs from a sum in float64 by more than one rounding, and the rounding of float32."""
     rng, wrong = Random(0), []
     for _ in range(draws):
-        vocab_size, tokens = drawn_tokens(rng)
+        vocab_size, tokens = frequent_tokens(rng)
         with torch.device("meta"):
             layer = VocabEmbedding(vocab_size, WIDTH, Init(), parallel)
         materialize(layer, put, None)
